@@ -1,0 +1,55 @@
+"""stageline: pipeline-parallel training in PyTorch, with exactly the plain model's gradients.
+
+import stageline as sl
+
+pipe = sl.Pipeline(model, split=4, num_microbatches=8, loss_fn=nn.functional.cross_entropy)
+optimizer = torch.optim.AdamW(pipe.parameters())
+result = pipe.step(x, target=y)
+"""
+
+from importlib.metadata import version as _version
+
+from stageline import log as _log
+from stageline.errors import (
+    BatchError,
+    ConfigError,
+    EdgeError,
+    PeerError,
+    PipeError,
+    ScheduleError,
+    StagelineError,
+    StateError,
+    StepError,
+)
+from stageline.pipeline import Pipeline
+from stageline.running.events import ActionDone
+from stageline.running.microbatches import Batch, PerMicrobatch, replicate
+from stageline.running.result import StepResult
+from stageline.scheduling import Costs, Schedule, parse, schedules, simulate
+
+__version__ = _version("stageline")
+
+__all__ = [
+    "ActionDone",
+    "Batch",
+    "BatchError",
+    "ConfigError",
+    "Costs",
+    "EdgeError",
+    "PeerError",
+    "PerMicrobatch",
+    "PipeError",
+    "Pipeline",
+    "Schedule",
+    "ScheduleError",
+    "StagelineError",
+    "StateError",
+    "StepError",
+    "StepResult",
+    "parse",
+    "replicate",
+    "schedules",
+    "simulate",
+]
+
+_log.configure()

@@ -1,0 +1,92 @@
+"""Every exception that stageline raises on purpose.
+
+    StagelineError
+    ├── ConfigError     (ValueError)    a pipeline was described wrongly; every finding at once
+    ├── ScheduleError   (ValueError)    a schedule is impossible or its text cannot be read
+    ├── BatchError      (ValueError)    a batch cannot be cut into microbatches
+    ├── StateError      (RuntimeError)  a state_dict does not fit; every finding at once
+    └── PipeError       (RuntimeError)  something went wrong during a run
+        ├── StepError                   an action raised: rank, stage, microbatch, action, cause
+        ├── EdgeError                   a value cannot cross between two stages, or another one came
+        └── PeerError                   another rank of the job is gone, silent or out of step
+
+The class says who must act: a ``ValueError`` is the caller's argument, a ``PipeError`` is what
+happened while the pipeline ran. Wrong arithmetic of our own is an ``assert``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StagelineError(Exception):
+    """The root of all exceptions of this library."""
+
+
+class ConfigError(StagelineError, ValueError):
+    """A pipeline was described wrongly.
+
+    Example:
+        >>> print(ConfigError("sl.Pipeline", ["split=0: wanted a number of stages, at least 1"]))
+        sl.Pipeline cannot be built:
+          - split=0: wanted a number of stages, at least 1
+    """
+
+    def __init__(self, what: str, findings: Sequence[str]) -> None:
+        self.findings = tuple(findings)
+        bullets = "".join(f"\n  - {finding}" for finding in findings)
+        super().__init__(f"{what} cannot be built:{bullets}")
+
+
+class ScheduleError(StagelineError, ValueError):
+    """A schedule is impossible, or its text cannot be read."""
+
+
+class BatchError(StagelineError, ValueError):
+    """A batch cannot be cut into microbatches, or its parts do not fit together."""
+
+
+class StateError(StagelineError, RuntimeError):
+    """A state_dict does not fit the model; nothing was loaded."""
+
+
+class PipeError(StagelineError, RuntimeError):
+    """Something went wrong while the pipeline ran."""
+
+
+class StepError(PipeError):
+    """An action of a step raised; the original exception is ``__cause__``, with its traceback.
+
+    Attributes:
+        rank: The pipeline rank that failed.
+        stage: The stage it was running.
+        microbatch: The microbatch it was working on.
+        action: The action in text form, ``2F0``.
+    """
+
+    def __init__(
+        self, *, rank: int, stage: int, microbatch: int, action: str, hint: str = ""
+    ) -> None:
+        self.rank = rank
+        self.stage = stage
+        self.microbatch = microbatch
+        self.action = action
+        self.hint = hint
+        super().__init__(rank, stage, microbatch, action)
+
+    def __str__(self) -> str:
+        where = (
+            f"rank {self.rank}, stage {self.stage}, microbatch {self.microbatch}: "
+            f"action {self.action} failed"
+        )
+        cause = self.__cause__
+        what = "" if cause is None else f": {type(cause).__name__}: {cause}"
+        return f"{where}{what}{self.hint and ' ' + self.hint}"
+
+
+class EdgeError(PipeError):
+    """A value cannot cross between two stages, or another value came than was announced."""
+
+
+class PeerError(PipeError):
+    """Another rank of the job is gone, silent or out of step."""

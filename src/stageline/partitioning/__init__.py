@@ -1,0 +1,12 @@
+"""Where does it go? Blocks in, a ``Plan`` out: which blocks form which stage, on which rank.
+
+balance.py   the cuts that make the largest stage as small as possible
+splits.py    what the user said about cuts, read and checked
+plan.py      stages and their ranks, as a table a person can read
+"""
+
+from stageline.partitioning.balance import balance
+from stageline.partitioning.plan import Plan, StagePlan
+from stageline.partitioning.splits import Split, cut_sizes
+
+__all__ = ["Plan", "Split", "StagePlan", "balance", "cut_sizes"]

@@ -1,0 +1,125 @@
+"""What stages are made of: the blocks of a model, or modules and functions that the user cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from stageline.capturing.sequential import capture_sequential, has_hooks, is_plain_sequential
+from stageline.partitioning import splits
+
+StageLike = nn.Module | Callable[..., Any]
+
+
+class FunctionStage(nn.Module):
+    """A stage without parameters that the user gave as a plain function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return getattr(self._function, "__qualname__", repr(self._function))
+
+
+@dataclass(frozen=True)
+class StageSource:
+    """One stage as it was described, before it has a rank.
+
+    Attributes:
+        module: What it runs; None where another process has it.
+        blocks: What it consists of, for people.
+        prefix: What the names of its parameters begin with.
+    """
+
+    module: nn.Module | None
+    blocks: tuple[str, ...]
+    prefix: str = ""
+
+
+def cut_model(model: object, split: object) -> tuple[list[StageSource], list[str]]:
+    """Cut a Sequential as the user said; return its stages and what is wrong."""
+    faults = [*_model_faults(model), *splits.find_faults(split)]
+    if faults:
+        return [], faults
+    assert isinstance(model, nn.Sequential)
+    assert isinstance(split, (int, list, tuple))
+    graph = capture_sequential(model, at_least=split if isinstance(split, int) else 1)
+    sizes, faults = splits.cut_sizes(graph, split)
+    stages, first = [], 0
+    for size in sizes:
+        blocks = tuple(str(block) for block in graph.blocks[first : first + size])
+        stages.append(StageSource(graph.stage_module(first, first + size), blocks))
+        first += size
+    return stages, faults
+
+
+def _model_faults(model: object) -> list[str]:
+    wanted = "give its pieces to sl.Pipeline.from_stages([...])"
+    if not isinstance(model, nn.Module):
+        return [f"model: wanted an nn.Sequential, got {type(model).__name__}"]
+    if not isinstance(model, nn.Sequential):
+        return [f"model: wanted an nn.Sequential, got {type(model).__name__}: {wanted}"]
+    if has_hooks(model):
+        return [
+            "model: it has hooks of its own, which no stage would call: remove them, or put "
+            "them on its "
+            "children"
+        ]
+    if not is_plain_sequential(model):
+        return [
+            f"model: {type(model).__name__} has a forward of its own, which cannot be cut: {wanted}"
+        ]
+    if not len(model):
+        return ["model: it has no children"]
+    return []
+
+
+def read_stages(
+    stages: Sequence[StageLike | None] | Mapping[int, StageLike], num_stages: int | None
+) -> tuple[list[StageSource], list[str]]:
+    """Return the stages that the user made, and what is wrong with them."""
+    listed, faults = _listed(stages, num_stages)
+    sources = []
+    for index, stage in enumerate(listed):
+        if stage is not None and not callable(stage):
+            faults.append(
+                f"stages[{index}]: wanted a module or a function, got {type(stage).__name__}"
+            )
+            continue
+        sources.append(_source(index, stage))
+    return sources, faults
+
+
+def _listed(stages: Any, num_stages: int | None) -> tuple[list[StageLike | None], list[str]]:
+    if isinstance(stages, nn.Module) and not isinstance(stages, (nn.Sequential, nn.ModuleList)):
+        return [], ["stages: wanted a list of stages, got one module: put it into a list"]
+    if isinstance(stages, Mapping):
+        if not isinstance(num_stages, int):
+            return [], [
+                "stages: a mapping names only some stages: say how many there are, num_stages=4"
+            ]
+        strange = [key for key in stages if not isinstance(key, int) or not 0 <= key < num_stages]
+        faults = [f"stages: {key!r} is no stage of 0..{num_stages - 1}" for key in strange]
+        return [stages.get(index) for index in range(num_stages)], faults
+    listed = list(stages)
+    if not listed:
+        return [], ["stages: the list is empty"]
+    if num_stages not in (None, len(listed)):
+        return listed, [f"stages: the list has {len(listed)} entries, num_stages={num_stages}"]
+    return listed, []
+
+
+def _source(index: int, stage: StageLike | None) -> StageSource:
+    prefix = f"{index}."
+    if stage is None:
+        return StageSource(None, (), prefix)
+    module = stage if isinstance(stage, nn.Module) else FunctionStage(stage)
+    name = module.extra_repr() if isinstance(module, FunctionStage) else type(module).__name__
+    return StageSource(module, (name,), prefix)

@@ -1,0 +1,391 @@
+"""The object a user holds: connects the rooms, contains no logic of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stageline.errors import ConfigError
+from stageline.partitioning import Plan, StagePlan
+from stageline.partitioning.sharing import find_shared
+from stageline.partitioning.sources import StageLike, StageSource, cut_model, read_stages
+from stageline.partitioning.splits import Split
+from stageline.running import differentiable
+from stageline.running.engine import Engine
+from stageline.running.events import Observer
+from stageline.running.loss import LossFunction, LossRule
+from stageline.running.microbatches import BatchDims, LossReduction
+from stageline.running.program import StageProgram
+from stageline.running.result import StepResult
+from stageline.running.runner import ProcessRunner, Runner, ThreadRunner
+from stageline.running.settings import Settings, WrapStage
+from stageline.running.stages import HeldStage, HeldStages, LoadedKeys
+from stageline.running.transports.base import ThreadTransport
+from stageline.running.transports.memory import MemoryTransport
+from stageline.running.transports.process_group import ProcessGroupTransport
+from stageline.running.world import World
+from stageline.scheduling import Schedule, simulate
+
+
+class Pipeline:
+    """A model cut into stages that run as a pipeline, with the plain model's gradients.
+
+    Example:
+        >>> import stageline as sl
+        >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        >>> pipe = sl.Pipeline(
+        ...     model, split=2, num_microbatches=4, loss_fn=nn.functional.cross_entropy
+        ... )
+        >>> optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        >>> result = pipe.step(torch.randn(32, 8), target=torch.randint(4, (32,)))
+        >>> optimizer.step(); optimizer.zero_grad()
+        >>> pipe(torch.randn(5, 8)).shape
+        torch.Size([5, 4])
+
+    Under ``python`` every rank is a thread of the process; under ``torchrun`` every process is a
+    rank. The script is the same.
+
+    Args:
+        model: An ``nn.Sequential``; its children are the blocks that stages are made of.
+        example_args: One call's arguments; an ``nn.Sequential`` does not need them.
+        example_kwargs: Its keyword arguments.
+        split: Number of stages (balanced by parameters), or the number of blocks of each stage.
+            Left out, there is one stage per process that torchrun started.
+        num_microbatches: How many microbatches a batch is cut into; 4 per rank if left out. A
+            batch with fewer rows is cut into single rows.
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"sequential"``, a ``Schedule``, or one in text form.
+        loss_fn: ``(output, target) -> scalar``; None when the model returns its own loss.
+        loss_reduction: ``"mean"``, ``"sum"``, or ``(microbatch, batch) -> weight``.
+        ranks: How many ranks; one per stage if left out, under torchrun the number of processes.
+        devices: One per rank; accelerators if there are any, else the CPU.
+        wrap_stage: ``(module, index) -> module``, called before any optimizer can exist: DDP,
+            torch.compile.
+        batch_dims: The batch dimension of all tensors, or by leaf: ``{"args[0]": 1, "output": 1}``.
+        transport: ``"memory"``, ``"process-group"`` or a transport; chosen automatically if left
+            out.
+        keep_outputs: Whether ``step`` returns the outputs of the batch beside its loss.
+        share_outputs: Whether outputs reach every process, or stay on that of the last stage.
+        timeout: Seconds to wait for another process before giving up.
+        observer: Called with an ``ActionDone`` after each action, in the thread of its rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        example_args: tuple[Any, ...] | None = None,
+        example_kwargs: Mapping[str, Any] | None = None,
+        split: Split | None = None,
+        num_microbatches: int | None = None,
+        schedule: str | Schedule = "1f1b",
+        loss_fn: LossFunction | None = None,
+        loss_reduction: LossReduction = "mean",
+        ranks: int | None = None,
+        devices: Sequence[str | torch.device] | None = None,
+        wrap_stage: WrapStage | None = None,
+        batch_dims: BatchDims = 0,
+        transport: str | ThreadTransport | None = None,
+        keep_outputs: bool = False,
+        share_outputs: bool = True,
+        timeout: float = 1800.0,
+        observer: Observer | None = None,
+    ) -> None:
+        settings = Settings(
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            loss_fn=loss_fn,
+            loss_reduction=loss_reduction,
+            ranks=ranks,
+            devices=devices,
+            wrap_stage=wrap_stage,
+            batch_dims=batch_dims,
+            transport=transport,
+            keep_outputs=keep_outputs,
+            share_outputs=share_outputs,
+            timeout=timeout,
+            observer=observer,
+        )
+        sources, faults = cut_model(
+            model, self._default_split(settings) if split is None else split
+        )
+        self._assemble("sl.Pipeline", sources, settings, faults, unpack_tuples=False)
+
+    @staticmethod
+    def _default_split(settings: Settings) -> int | None:
+        world = settings.world()
+        return settings.ranks if world is None else world.size
+
+    @classmethod
+    def from_stages(
+        cls,
+        stages: Sequence[StageLike | None] | Mapping[int, StageLike],
+        *,
+        num_stages: int | None = None,
+        unpack_tuples: bool = False,
+        **settings: Any,
+    ) -> Pipeline:
+        """Build a pipeline from stages that you made yourself: modules, or functions.
+
+        Each stage is called with what the one before returned, the first one with the arguments of
+        ``step``. Parameters are named as in ``nn.Sequential(*stages)``: ``1.weight``.
+
+        Example:
+            >>> pipe = Pipeline.from_stages([nn.Linear(4, 4), torch.relu, nn.Linear(4, 1)])
+            >>> [name for name, _ in pipe.named_parameters()]
+            ['0.weight', '0.bias', '2.weight', '2.bias']
+
+        Args:
+            stages: All stages in forward order; under torchrun None may stand for those of other
+                processes, or a mapping ``{index: stage}`` names only this process's, together with
+                ``num_stages``.
+            num_stages: How many stages there are in all; needed with a mapping.
+            unpack_tuples: Whether a tuple that a stage returns becomes several arguments of the
+                next.
+            settings: All other keyword arguments of ``Pipeline``, from ``num_microbatches`` on.
+        """
+        sources, faults = read_stages(stages, num_stages)
+        pipe = cls.__new__(cls)
+        pipe._assemble(
+            "sl.Pipeline.from_stages",
+            sources,
+            Settings(**settings),
+            faults,
+            unpack_tuples=unpack_tuples,
+        )
+        return pipe
+
+    def _assemble(
+        self,
+        what: str,
+        sources: Sequence[StageSource],
+        settings: Settings,
+        faults: list[str],
+        *,
+        unpack_tuples: bool,
+    ) -> None:
+        """Check everything and report all faults at once; then build plan and engine."""
+        world = settings.world()
+        faults = faults + settings.find_faults()
+        num_ranks, timetable = 0, None
+        devices: list[torch.device] = []
+        if not faults:
+            num_ranks, rank_faults = settings.num_ranks(len(sources), world)
+            timetable, schedule_faults = settings.timetable(len(sources), num_ranks)
+            devices, device_faults = settings.rank_devices(num_ranks, world)
+            held = [
+                (i, source.module) for i, source in enumerate(sources) if source.module is not None
+            ]
+            faults = rank_faults + (schedule_faults if not rank_faults else []) + device_faults
+            faults += find_shared(held)
+        if timetable is not None:
+            faults += _missing_stages(sources, timetable.schedule.placement, world)
+        if faults:
+            raise ConfigError(what, faults)
+        assert timetable is not None
+
+        placement = timetable.schedule.placement
+        here = tuple(range(num_ranks)) if world is None else (world.rank,)
+        self._settings = settings
+        self.training = True
+        self._stages = _hold(sources, placement, here, devices, settings.wrap_stage)
+        self.plan = _describe(sources, self._stages, placement, devices)
+        self.devices = tuple(devices)
+        self._engine = Engine(
+            programs=_programs(self._stages, placement, devices, unpack_tuples),
+            timetable=timetable,
+            runner=_runner(settings, world, num_ranks, placement[0], devices),
+            loss_rule=LossRule(settings.loss_fn, settings.loss_reduction),
+            batch_dims=settings.batch_dims,
+            keeps_outputs=settings.keep_outputs,
+            shares_outputs=settings.share_outputs,
+            parameters=tuple(self.parameters()),
+        )
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of a full batch."""
+        return self._engine.timetable.schedule
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
+        """Run one batch: forward, loss and backward of every microbatch; gradients are accumulated.
+
+        After ``eval()``, or under ``torch.no_grad()``, it evaluates instead: the loss is computed,
+        and no gradient is touched.
+
+        Args:
+            args: The arguments of the model. Every rank gets the same batch; a rank that holds
+                neither the first nor the last stage may be given None.
+            target: What ``loss_fn`` compares the output with.
+            kwargs: The keyword arguments of the model.
+        """
+        trains = self.training and torch.is_grad_enabled()
+        return self._engine.step(
+            args, kwargs, target, trains=trains, observer=self._settings.observer
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs of the whole batch.
+
+        In one process, in train mode and with grad enabled, the result can be differentiated:
+        ``loss_fn(pipe(x), y).backward()`` gives every parameter its gradient.
+        """
+        engine, observer = self._engine, self._settings.observer
+        in_one_process = isinstance(engine.runner, ThreadRunner)
+        if self.training and in_one_process and torch.is_grad_enabled():
+            return differentiable.call(engine, args, kwargs, observer)
+        return engine.infer(args, kwargs, observer)
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Put all stages into training mode."""
+        self.training = mode
+        self._stages.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Put all stages into evaluation mode."""
+        return self.train(False)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of the stages in this process."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield them with the names they have in the original model."""
+        return self._stages.named_parameters()
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers of the stages in this process, under original names."""
+        return self._stages.named_buffers()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        for parameter in self.parameters():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the stages in this process, under original names."""
+        return self._stages.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadedKeys:
+        """Load a state_dict of the whole model; every process takes its part."""
+        return self._stages.load_state_dict(state_dict, strict=strict)
+
+    def close(self) -> None:
+        """Let go of threads and connections now; collection and interpreter exit do it too."""
+        self._engine.runner.close()
+
+    def __repr__(self) -> str:
+        schedule, runner = self.schedule, self._engine.runner
+        where = "threads of one process" if isinstance(runner, ThreadRunner) else "processes"
+        bubble = float(simulate(schedule).bubble)
+        return (
+            f"Pipeline: {self.plan.num_stages} stages on {runner.num_ranks} ranks ({where}), "
+            f"schedule {schedule.name}, {schedule.num_microbatches} microbatches, bubble "
+            f"{bubble:.0%} "
+            f"if stages take equally long\n{self.plan.table()}"
+        )
+
+
+def _missing_stages(
+    sources: Sequence[StageSource], placement: Sequence[int], world: World | None
+) -> list[str]:
+    """Return a fault for every stage that should live here and was not given."""
+    return [
+        f"stages[{index}]: rank {rank} holds this stage, but it was not given here"
+        for index, (source, rank) in enumerate(zip(sources, placement, strict=True))
+        if source.module is None and (world is None or world.rank == rank)
+    ]
+
+
+def _hold(
+    sources: Sequence[StageSource],
+    placement: Sequence[int],
+    here: Sequence[int],
+    devices: Sequence[torch.device],
+    wrap_stage: WrapStage | None,
+) -> HeldStages:
+    """Bring the stages of this process to their devices, and wrap them as the user wishes."""
+    held: list[HeldStage] = []
+    elsewhere: set[str] = set()
+    prefixes: list[str] = []
+    for index, (source, rank) in enumerate(zip(sources, placement, strict=True)):
+        if rank in here:
+            assert source.module is not None
+            original = source.module.to(devices[rank])
+            module = original if wrap_stage is None else wrap_stage(original, index)
+            held.append(HeldStage(index, source.prefix, original, module))
+        elif source.module is not None:
+            elsewhere.update(source.module.state_dict(prefix=source.prefix))
+        else:
+            prefixes.append(source.prefix)
+    return HeldStages(tuple(held), frozenset(elsewhere), tuple(prefixes))
+
+
+def _describe(
+    sources: Sequence[StageSource],
+    held: HeldStages,
+    placement: Sequence[int],
+    devices: Sequence[torch.device],
+) -> Plan:
+    modules = {stage.index: stage.module for stage in held.stages}
+    return Plan(
+        tuple(
+            StagePlan(
+                index=index,
+                rank=rank,
+                device=str(devices[rank]),
+                blocks=source.blocks,
+                module=modules.get(index),
+                num_parameters=None
+                if source.module is None
+                else sum(parameter.numel() for parameter in source.module.parameters()),
+            )
+            for index, (source, rank) in enumerate(zip(sources, placement, strict=True))
+        )
+    )
+
+
+def _programs(
+    held: HeldStages,
+    placement: Sequence[int],
+    devices: Sequence[torch.device],
+    unpack_tuples: bool,
+) -> dict[int, StageProgram]:
+    last = len(placement) - 1
+    return {
+        stage.index: StageProgram(
+            index=stage.index,
+            num_stages=len(placement),
+            module=stage.module,
+            device=devices[placement[stage.index]],
+            unpack_tuples=unpack_tuples,
+            next_is_local=stage.index < last
+            and placement[stage.index + 1] == placement[stage.index],
+            previous_is_local=stage.index > 0
+            and placement[stage.index - 1] == placement[stage.index],
+        )
+        for stage in held.stages
+    }
+
+
+def _runner(
+    settings: Settings,
+    world: World | None,
+    num_ranks: int,
+    first_rank: int,
+    devices: Sequence[torch.device],
+) -> Runner:
+    on_cpu = all(device.type == "cpu" for device in devices)
+    if world is None:
+        transport = settings.transport
+        if not isinstance(transport, ThreadTransport):
+            transport = MemoryTransport()
+        return ThreadRunner(num_ranks, transport, on_cpu=on_cpu)
+    group = ProcessGroupTransport(world.new_group(settings.timeout), timeout=settings.timeout)
+    return ProcessRunner(group, first_rank=first_rank, on_cpu=on_cpu)

@@ -1,0 +1,71 @@
+"""What a worker thread must know of the thread that called ``step``: its thread-local torch state.
+
+Grad mode, inference mode, autocast, the default device, saved-tensor hooks and context variables
+belong to a thread. A user who writes ``with torch.autocast(...): pipe.step(...)`` means the whole
+step, so every worker enters what the caller had. (Deterministic mode, default dtype and the sdpa
+backend belong to the process already.)
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stageline.running.autocast import autocast_cache_off, autocast_devices
+from stageline.running.torch_private import saved_tensor_hooks
+
+_PLAIN_DEVICE = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class CallerState:
+    """The thread-local state of the caller, to be entered by workers."""
+
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    default_device: torch.device
+    hooks: tuple[Any, Any] | None
+    context: contextvars.Context
+
+    @classmethod
+    def capture(cls) -> CallerState:
+        """Read the state of the current thread."""
+        return cls(
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple((name, torch.get_autocast_dtype(name)) for name in autocast_devices()),
+            default_device=torch.get_default_device(),
+            hooks=saved_tensor_hooks(),
+            context=contextvars.copy_context(),
+        )
+
+    def run(self, function: Callable[[], None], *, builds_graph: bool) -> None:
+        """Call a function in another thread as if the caller had called it."""
+        # One context can be entered by one thread at a time, hence the copy.
+        self.context.copy().run(self._run, function, builds_graph)
+
+    def _run(self, function: Callable[[], None], builds_graph: bool) -> None:
+        with ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            if self.default_device != _PLAIN_DEVICE:
+                stack.enter_context(self.default_device)
+            if self.hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
+            for name, dtype in self.autocast:
+                stack.enter_context(torch.autocast(name, dtype=dtype, cache_enabled=False))
+            stack.enter_context(step_modes(builds_graph))
+            function()
+
+
+def step_modes(builds_graph: bool) -> ExitStack:
+    """Return the modes that a step sets for itself, whoever called it."""
+    stack = ExitStack()
+    stack.enter_context(torch.set_grad_enabled(builds_graph))
+    if autocast_devices():
+        stack.enter_context(autocast_cache_off())
+    return stack

@@ -1,0 +1,282 @@
+"""One call of a pipeline, from batch to result."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stageline.errors import BatchError, PipeError, StepError
+from stageline.running.boundary import Packet
+from stageline.running.events import Observer
+from stageline.running.executor import StepState
+from stageline.running.loss import LossRule
+from stageline.running.microbatches import BatchDims, Microbatches, merge_outputs
+from stageline.running.program import StageProgram
+from stageline.running.result import StepResult
+from stageline.running.runner import Runner
+from stageline.running.timetable import Purpose, Timetable, halves
+from stageline.running.torch_private import tree_flatten
+from stageline.running.transports.base import Arrived
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Runs calls on the stages that live in this process.
+
+    Attributes:
+        programs: The stages that live here, by index.
+        timetable: The schedule, for any batch.
+        runner: Who plays the ranks.
+        loss_rule: How the last stage makes a loss.
+        batch_dims: Where the batch dimension lies, if not first.
+        keeps_outputs: Whether a step returns its outputs.
+        shares_outputs: Whether outputs go to every rank, or stay on the last stage's.
+        parameters: Those of the stages that live here.
+    """
+
+    programs: Mapping[int, StageProgram]
+    timetable: Timetable
+    runner: Runner
+    loss_rule: LossRule
+    batch_dims: BatchDims
+    keeps_outputs: bool
+    shares_outputs: bool
+    parameters: tuple[nn.Parameter, ...]
+    _busy: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def _placement(self) -> tuple[int, ...]:
+        return self.timetable.schedule.placement
+
+    @property
+    def _last_rank(self) -> int:
+        return self._placement[-1]
+
+    def step(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        *,
+        trains: bool,
+        observer: Observer | None,
+    ) -> StepResult:
+        """Run one training or evaluation step."""
+        purpose = Purpose.TRAIN if trains else Purpose.EVALUATE
+        with self._one_call_at_a_time():
+            batch = self._cut(args, kwargs, target, purpose)
+            states = self._states(batch, purpose, self.loss_rule)
+            with self._gradients_undone_on_failure(purpose):
+                self.runner.run(self.timetable.rows(batch.count, purpose), states, observer)
+            last = states.get(self._last_rank)
+            loss = self.runner.share(
+                "L", None if last is None else _total(last.losses), owner=self._last_rank
+            )
+            outputs = self._outputs(last, batch) if self.keeps_outputs else None
+            return StepResult(loss=loss, outputs=outputs, num_microbatches=batch.count)
+
+    def infer(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], observer: Observer | None
+    ) -> Any:
+        """Return the outputs of the whole batch; no graph is built."""
+        with self._one_call_at_a_time():
+            batch = self._cut(args, kwargs, None, Purpose.INFER)
+            states = self._states(batch, Purpose.INFER, None)
+            self.runner.run(self.timetable.rows(batch.count, Purpose.INFER), states, observer)
+            return self._outputs(states.get(self._last_rank), batch)()
+
+    def differentiate(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], observer: Observer | None
+    ) -> DifferentiableRun:
+        """Run all forwards and keep their graphs, for a backward that comes later."""
+        with self._one_call_at_a_time():
+            purpose = Purpose.DIFFERENTIATE
+            batch = self._cut(args, kwargs, None, purpose)
+            states = self._states(batch, purpose, None)
+            rows = [halves(row) for row in self.timetable.rows(batch.count, purpose)]
+            self.runner.run([forward for forward, _ in rows], states, observer)
+            outputs = states[self._last_rank].outputs
+            packets = [outputs.pop(index) for index in range(batch.count)]
+
+        def backward(gradients: Sequence[Sequence[Tensor | None]]) -> None:
+            if not states:
+                raise PipeError(
+                    "the graphs of this call are gone: it was differentiated before. Call the "
+                    "pipeline "
+                    "again; retain_graph=True does not reach into it"
+                )
+            mine = dict(states)
+            states.clear()
+            last = mine[self._last_rank]
+            for index, of_microbatch in enumerate(gradients):
+                key = (len(self._placement) - 1, index)
+                last.gradients[key] = Arrived(Packet(list(of_microbatch)))
+            with self._one_call_at_a_time(), self._gradients_undone_on_failure(purpose):
+                self.runner.run([later for _, later in rows], mine, observer)
+
+        return DifferentiableRun(packets, batch.sizes, backward)
+
+    def _cut(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, purpose: Purpose
+    ) -> Microbatches:
+        """Cut the batch into microbatches, as many as all ranks agree on."""
+        count = self.timetable.schedule.num_microbatches
+        cut: list[Microbatches] = []
+
+        def count_rows() -> int | None:
+            self._check_arguments(args, kwargs, target, purpose)
+            if not self._is_first and not _has_tensor((args, kwargs, target)):
+                return None
+            cut.append(
+                Microbatches(
+                    args, kwargs, target, num_microbatches=count, batch_dims=self.batch_dims
+                )
+            )
+            return cut[0].rows
+
+        rows = self.runner.begin(purpose, count_rows)
+        if cut:
+            return cut[0]
+        return Microbatches((), {}, None, num_microbatches=count, rows=rows)
+
+    @property
+    def _is_first(self) -> bool:
+        return self._placement[0] in self.runner.ranks
+
+    def _check_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, purpose: Purpose
+    ) -> None:
+        if self._is_first and not _has_tensor((args, kwargs)):
+            raise BatchError(
+                f"rank {self._placement[0]} holds stage 0 and needs the model's arguments, but "
+                "none of "
+                "them is a tensor: pass the batch, step(x, target=y)"
+            )
+        if purpose is Purpose.TRAIN:
+            _refuse_history((args, kwargs, target))
+        if purpose not in (Purpose.TRAIN, Purpose.EVALUATE):
+            return
+        if self.loss_rule.function is None:
+            if target is not None:
+                raise BatchError(
+                    "a target was given, but this pipeline has no loss_fn to use it: pass "
+                    "loss_fn=..., or "
+                    "give the labels to the model that computes its own loss"
+                )
+        elif target is None and self._last_rank in self.runner.ranks:
+            raise BatchError(
+                f"rank {self._last_rank} holds the last stage and needs a target for loss_fn: "
+                "step(x, target=y)"
+            )
+
+    def _states(
+        self, batch: Microbatches, purpose: Purpose, loss_rule: LossRule | None
+    ) -> dict[int, StepState]:
+        return {
+            rank: StepState(
+                self.programs,
+                batch,
+                builds_graph=purpose.builds_graph,
+                loss_rule=loss_rule,
+                keeps_outputs=self.keeps_outputs,
+            )
+            for rank in self.runner.ranks
+        }
+
+    def _outputs(self, last: StepState | None, batch: Microbatches) -> Callable[[], Any]:
+        """Return a question for the merged outputs; every rank merges for itself."""
+        parts = None if last is None else [last.outputs.pop(i).value() for i in range(batch.count)]
+        if self.shares_outputs:
+            ask = self.runner.share("O", parts, owner=self._last_rank)
+        elif parts is None:
+            return lambda: None
+        else:
+            ask = lambda: parts  # noqa: E731  # the question has its answer already
+        return _Merged(ask, batch.sizes, self.batch_dims)
+
+    @contextmanager
+    def _one_call_at_a_time(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise PipeError(
+                "this pipeline is already running a call in another thread: wait for it, or "
+                "build a "
+                "second pipeline"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    @contextmanager
+    def _gradients_undone_on_failure(self, purpose: Purpose) -> Iterator[None]:
+        """A failed step leaves no half-summed gradient where there was none before."""
+        if not purpose.builds_graph:
+            yield
+            return
+        fresh = [parameter for parameter in self.parameters if parameter.grad is None]
+        try:
+            yield
+        except BaseException as failure:
+            for parameter in fresh:
+                parameter.grad = None
+            if isinstance(failure, StepError) and len(fresh) < len(self.parameters):
+                failure.hint = (
+                    "(Gradients accumulated before this step may now hold a part of it: call "
+                    "zero_grad() "
+                    "before the next one.)"
+                )
+            raise
+
+
+@dataclass(frozen=True)
+class DifferentiableRun:
+    """The outputs of all microbatches, and what takes their gradients back through the pipeline."""
+
+    packets: list[Packet]
+    sizes: list[int]
+    backward: Callable[[Sequence[Sequence[Tensor | None]]], None]
+
+
+class _Merged:
+    """The outputs of the microbatches as those of the batch; merged once, when first asked for."""
+
+    def __init__(self, ask: Callable[[], Any], sizes: Sequence[int], batch_dims: BatchDims) -> None:
+        self._ask: Callable[[], Any] | None = ask
+        self._sizes = sizes
+        self._batch_dims = batch_dims
+        self._value: Any = None
+
+    def __call__(self) -> Any:
+        if self._ask is not None:
+            self._value = merge_outputs(self._ask(), self._sizes, self._batch_dims)
+            self._ask = None
+        return self._value
+
+
+def _total(losses: Mapping[int, Tensor]) -> Tensor:
+    """Add up the weighted losses, first microbatch first, as a plain loop would."""
+    total = torch.zeros_like(losses[0])
+    for microbatch in sorted(losses):
+        total = total + losses[microbatch]
+    return total
+
+
+def _has_tensor(tree: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_flatten(tree)[0])
+
+
+def _refuse_history(tree: Any) -> None:
+    """Each microbatch has its own backward; only one could walk a graph behind the batch."""
+    for leaf in tree_flatten(tree)[0]:
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+            raise BatchError(
+                f"an argument of step has a graph behind it ({leaf.grad_fn.name()}), which a "
+                "step would "
+                "not train: pass it detached, or use out = pipe(x) and differentiate the whole"
+            )

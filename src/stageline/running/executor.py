@@ -1,0 +1,254 @@
+"""The executor: one loop over the row of a rank. It does not know which schedule it runs.
+
+Every kind of action has a handler of a few lines. What a step needs while it runs lives in one
+``StepState``, made when the step begins and dropped when it ends, so that nothing outlives its
+step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from stageline import log
+from stageline.errors import StepError
+from stageline.running.autocast import autocast_devices, autocast_suspended
+from stageline.running.boundary import GradientSlot, Packet, enter, gradient_edge, leave
+from stageline.running.events import ActionDone, Observer
+from stageline.running.loss import LossRule
+from stageline.running.microbatches import Microbatches
+from stageline.running.program import StageProgram
+from stageline.running.torch_private import run_backward
+from stageline.running.transports.base import Aborted, Arrived, Edge, Endpoint, Receipt
+from stageline.scheduling import Action, Kind, Schedule
+
+Key = tuple[int, int]  # stage, microbatch
+
+
+class StepState:
+    """Everything that one rank holds during one step.
+
+    Attributes:
+        arrivals: Inputs on their way to (stage, microbatch).
+        departures: Outputs of (stage, microbatch) that wait for their send.
+        roots: Where the gradients of the outputs of (stage, microbatch) enter its graph.
+        slots: Where the gradients of the inputs of (stage, microbatch) will lie.
+        gradients: Gradients on their way to the outputs of (stage, microbatch).
+        returns: Gradients of the inputs of (stage, microbatch) that wait for their send.
+        losses: Weighted loss of each microbatch, detached.
+        outputs: Output of each microbatch, detached, where the caller wants it.
+        endpoint: This rank's side of the transport; the runner sets it when rows begin.
+        autocast: The device types for which forward runs under autocast.
+    """
+
+    endpoint: Endpoint
+
+    def __init__(
+        self,
+        programs: Mapping[int, StageProgram],
+        microbatches: Microbatches,
+        *,
+        builds_graph: bool,
+        loss_rule: LossRule | None,
+        keeps_outputs: bool,
+    ) -> None:
+        self.programs = programs
+        self.microbatches = microbatches
+        self.builds_graph = builds_graph
+        self.loss_rule = loss_rule
+        self.keeps_outputs = keeps_outputs
+        self.arrivals: dict[Key, Receipt] = {}
+        self.departures: dict[Key, Packet] = {}
+        self.roots: dict[Key, list[GradientEdge]] = {}
+        self.slots: dict[Key, GradientSlot] = {}
+        self.gradients: dict[Key, Receipt] = {}
+        self.returns: dict[Key, Packet] = {}
+        self.losses: dict[int, Tensor] = {}
+        self.outputs: dict[int, Packet] = {}
+        self.autocast: list[str] = []
+
+
+def _forward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:
+    program = state.programs[stage]
+    if program.is_first:
+        output = program.call_first(*state.microbatches.inputs(microbatch))
+    else:
+        packet = state.arrivals.pop((stage, microbatch)).wait()
+        value, slot = enter(program.accept(packet))
+        del packet
+        if slot is not None:
+            state.slots[stage, microbatch] = slot
+        output = program.call(value)
+    if program.is_last:
+        _finish(state, program, microbatch, output)
+        return
+    packet, roots = leave(output)
+    if state.builds_graph:
+        state.roots[stage, microbatch] = roots
+    if program.next_is_local:
+        state.arrivals[stage + 1, microbatch] = Arrived(packet)
+    else:
+        state.departures[stage, microbatch] = packet
+
+
+def _finish(state: StepState, program: StageProgram, microbatch: int, output: Any) -> None:
+    """Turn the last stage's output into a loss, or keep it for gradients that come later."""
+    rule = state.loss_rule
+    if rule is None:
+        packet, roots = leave(output)
+        state.outputs[microbatch] = packet
+        if state.builds_graph:
+            state.roots[program.index, microbatch] = roots
+        return
+    loss = rule.loss(output, program.localise(state.microbatches.target(microbatch)))
+    weight = rule.weight(state.microbatches, microbatch)
+    detached = loss.detach()
+    state.losses[microbatch] = detached * weight
+    if state.keeps_outputs:
+        state.outputs[microbatch] = leave(output)[0]
+    if state.builds_graph:
+        if not loss.requires_grad:
+            raise RuntimeError(
+                "the loss depends on no parameter that requires a gradient: unfreeze one, or call "
+                "pipe.eval() first if only the loss is wanted"
+            )
+        key = (program.index, microbatch)
+        state.roots[key] = [gradient_edge(loss)]
+        # The share as root gradient is what multiplying the loss by it would give, at no cost.
+        share = torch.full_like(detached, weight)
+        state.gradients[key] = Arrived(Packet([share]))
+
+
+def _backward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:
+    program = state.programs[stage]
+    key = (stage, microbatch)
+    packet = program.accept(state.gradients.pop(key).wait())
+    pairs = [
+        (root, gradient)
+        for root, gradient in zip(state.roots.pop(key), packet.leaves, strict=True)
+        if gradient is not None
+    ]
+    del packet
+    if pairs:
+        roots, gradients = zip(*pairs, strict=True)
+        del pairs
+        with autocast_suspended(state.autocast):
+            run_backward(roots, gradients)
+        del roots, gradients
+    if program.is_first:
+        return
+    slot = state.slots.pop(key, None)
+    returned = Packet([] if slot is None else list(slot.gradients))
+    if program.previous_is_local:
+        state.gradients[stage - 1, microbatch] = Arrived(returned)
+    else:
+        state.returns[key] = returned
+
+
+def _send_forward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:
+    assert edge is not None
+    state.endpoint.send(edge, state.departures.pop((stage, microbatch)))
+
+
+def _send_backward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:
+    assert edge is not None
+    state.endpoint.send(edge, state.returns.pop((stage, microbatch)))
+
+
+def _receive_forward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:
+    assert edge is not None
+    state.arrivals[stage, microbatch] = state.endpoint.receive(edge)
+
+
+def _receive_backward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:
+    assert edge is not None
+    state.gradients[stage, microbatch] = state.endpoint.receive(edge)
+
+
+Handler = Callable[[StepState, int, int, "Edge | None"], None]
+
+HANDLERS: dict[Kind, Handler] = {
+    Kind.FORWARD: _forward,
+    Kind.BACKWARD: _backward,
+    Kind.SEND_FORWARD: _send_forward,
+    Kind.SEND_BACKWARD: _send_backward,
+    Kind.RECEIVE_FORWARD: _receive_forward,
+    Kind.RECEIVE_BACKWARD: _receive_backward,
+}
+
+
+@dataclass(frozen=True)
+class BoundRow:
+    """The row of one rank with every handler and edge looked up once."""
+
+    rank: int
+    actions: tuple[Action, ...]
+    steps: tuple[tuple[Handler, int, int, Edge | None], ...]
+
+
+def bind(schedule: Schedule, rank: int) -> BoundRow:
+    """Look up the handlers of a rank's row; the schedule must carry its transfers."""
+    return bind_actions(schedule.row(rank), rank, schedule.placement)
+
+
+def bind_actions(actions: Sequence[Action], rank: int, placement: Sequence[int]) -> BoundRow:
+    """Look up the handlers of some actions of a rank."""
+    steps = tuple(
+        (HANDLERS[action.kind], action.stage, action.microbatch, _edge(action, placement))
+        for action in actions
+    )
+    return BoundRow(rank, tuple(actions), steps)
+
+
+def _edge(action: Action, placement: Sequence[int]) -> Edge | None:
+    if action.peer is None:
+        return None
+    here, there = action.stage, action.peer
+    sends = action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+    source, target = (here, there) if sends else (there, here)
+    letter = "F" if action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD) else "B"
+    return Edge(source, target, letter, action.microbatch, placement[source], placement[target])
+
+
+def run_row(row: BoundRow, state: StepState, observer: Observer | None = None) -> None:
+    """Run all actions of a rank; an exception is wrapped once, with what only this loop knows."""
+    position = 0
+    state.autocast = autocast_devices()
+    try:
+        if observer is None:
+            for position, (handler, stage, microbatch, edge) in enumerate(row.steps):  # noqa: B007  # used below
+                handler(state, stage, microbatch, edge)
+        else:
+            for position in range(len(row.steps)):
+                observer = _observed(row, position, state, observer)
+    except (Aborted, KeyboardInterrupt):
+        raise
+    except BaseException as cause:
+        action = row.actions[position]
+        raise StepError(
+            rank=row.rank, stage=action.stage, microbatch=action.microbatch, action=str(action)
+        ) from cause
+
+
+def _observed(
+    row: BoundRow, position: int, state: StepState, observer: Observer | None
+) -> Observer | None:
+    """Run one action and tell the observer; one that raises is logged and dropped, not obeyed."""
+    handler, stage, microbatch, edge = row.steps[position]
+    start = time.perf_counter()
+    handler(state, stage, microbatch, edge)
+    end = time.perf_counter()
+    if observer is None:
+        return None
+    try:
+        observer(ActionDone(row.rank, str(row.actions[position]), position, start, end))
+    except Exception as error:
+        log.warning(row.rank, f"the observer raised {error!r} and is not asked again in this step")
+        return None
+    return observer

@@ -1,0 +1,68 @@
+"""What the executor runs: the program of one stage.
+
+A program knows how its module is called, where it lives and whether its neighbours share its rank.
+It does not know the schedule, and the schedule does not know it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stageline.running import torch_private as trees
+from stageline.running.boundary import Packet
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """Forward and state of one stage.
+
+    Attributes:
+        index: The stage, 0..num_stages-1.
+        num_stages: How many stages the whole pipeline has.
+        module: What runs; ``wrap_stage`` may have wrapped it.
+        device: Where it runs.
+        unpack_tuples: Whether a tuple from the stage before becomes several arguments.
+        next_is_local: Whether the next stage lives on the same rank.
+        previous_is_local: Whether the stage before lives on the same rank.
+    """
+
+    index: int
+    num_stages: int
+    module: nn.Module
+    device: torch.device
+    unpack_tuples: bool = False
+    next_is_local: bool = False
+    previous_is_local: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+    def call(self, value: Any) -> Any:
+        """Run the stage on what the stage before returned."""
+        if self.unpack_tuples and isinstance(value, tuple):
+            return self.module(*value)
+        return self.module(value)
+
+    def call_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the first stage on the arguments of the model."""
+        args, kwargs = self.localise((args, kwargs))
+        return self.module(*args, **kwargs)
+
+    def localise(self, value: Any) -> Any:
+        """Return a value of the caller's with its tensors on this stage's device."""
+        if self.device.type == "cpu":
+            return value
+        return trees.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), value)
+
+    def accept(self, packet: Packet) -> Packet:
+        """Return a packet with its tensors on this stage's device."""
+        return packet if self.device.type == "cpu" else packet.to(self.device)

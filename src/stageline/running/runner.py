@@ -1,0 +1,212 @@
+"""Who plays the ranks: threads of this process, or this process as one rank among many."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from stageline.errors import PeerError
+from stageline.running.boundary import Packet, leave
+from stageline.running.caller import CallerState, step_modes
+from stageline.running.cores import share_of_cores, share_of_threads, use_threads
+from stageline.running.events import Observer
+from stageline.running.executor import BoundRow, StepState, run_row
+from stageline.running.timetable import Purpose
+from stageline.running.transports.base import Edge, Receipt, ThreadTransport
+from stageline.running.transports.process_group import ProcessGroupEndpoint, ProcessGroupTransport
+from stageline.running.workers import WorkerPool
+
+# Packets under way per channel where no backward bounds them: one that travels while one is worked
+# on.
+FORWARD_WINDOW = 2
+
+_FAILED = -1  # instead of a number of rows: the rank that should say it could not
+
+
+class Runner(ABC):
+    """Runs rows for the ranks that live in this process.
+
+    Attributes:
+        ranks: The pipeline ranks that live here.
+        num_ranks: How many the pipeline has in all.
+    """
+
+    ranks: tuple[int, ...]
+    num_ranks: int
+
+    @abstractmethod
+    def begin(self, purpose: Purpose, count_rows: Callable[[], int | None]) -> int:
+        """Begin a call: return how many rows its batch has, as agreed by all ranks."""
+
+    @abstractmethod
+    def run(
+        self, rows: Sequence[BoundRow], states: Mapping[int, StepState], observer: Observer | None
+    ) -> None:
+        """Run the rows of all ranks that live here."""
+
+    @abstractmethod
+    def share(self, letter: str, value: Any, *, owner: int) -> Callable[[], Any]:
+        """Make a value of the owner's rank known on every rank; the result asks for it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of threads and connections."""
+
+
+class ThreadRunner(Runner):
+    """All ranks are threads of this process."""
+
+    def __init__(self, num_ranks: int, transport: ThreadTransport, *, on_cpu: bool) -> None:
+        self.ranks = tuple(range(num_ranks))
+        self.num_ranks = num_ranks
+        self._transport = transport
+        self._on_cpu = on_cpu
+        self._pool: WorkerPool | None = None
+
+    def begin(self, purpose: Purpose, count_rows: Callable[[], int | None]) -> int:
+        rows = count_rows()
+        assert rows is not None
+        return rows
+
+    def run(
+        self, rows: Sequence[BoundRow], states: Mapping[int, StepState], observer: Observer | None
+    ) -> None:
+        builds_graph = states[0].builds_graph
+        window = None if builds_graph else FORWARD_WINDOW
+        exchange = self._transport.open(self.num_ranks, window=window)
+        caller = CallerState.capture()
+        before = torch.get_num_threads()
+        threads = share_of_threads(self.num_ranks) if self._on_cpu else before
+        jobs = []
+        for rank, state in states.items():
+            state.endpoint = exchange.endpoint(rank)
+            act = partial(run_row, rows[rank], state, observer)
+            jobs.append(partial(_act, caller, act, builds_graph, threads))
+        try:
+            failures = self._workers().run(jobs, on_failure=exchange.abort)
+        finally:
+            if threads != before:
+                torch.set_num_threads(before)
+        if failures:
+            raise failures[0]
+
+    def _workers(self) -> WorkerPool:
+        if self._pool is None or not self._pool.usable:
+            self._pool = WorkerPool(self.num_ranks)
+        return self._pool
+
+    def share(self, letter: str, value: Any, *, owner: int) -> Callable[[], Any]:
+        return lambda: value
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+
+def _act(caller: CallerState, act: Callable[[], None], builds_graph: bool, threads: int) -> None:
+    use_threads(threads)
+    caller.run(act, builds_graph=builds_graph)
+
+
+class ProcessRunner(Runner):
+    """This process is one rank; the others are elsewhere."""
+
+    def __init__(self, transport: ProcessGroupTransport, *, first_rank: int, on_cpu: bool) -> None:
+        self.rank = transport.rank
+        self.ranks = (transport.rank,)
+        self.num_ranks = transport.num_ranks
+        self._transport = transport
+        self._first_rank = first_rank
+        self._on_cpu = on_cpu
+        self._endpoint: ProcessGroupEndpoint | None = None
+        self._unread: list[_Once] = []
+
+    def begin(self, purpose: Purpose, count_rows: Callable[[], int | None]) -> int:
+        window = None if purpose.builds_graph else FORWARD_WINDOW
+        self._endpoint = self._transport.open(window=window)
+        if self.rank == self._first_rank:
+            return self._announce(purpose, count_rows)
+        said, rows = (
+            self._endpoint.receive(self._edge("S", self._first_rank, self.rank)).wait().leaves
+        )
+        if rows == _FAILED:
+            raise PeerError(
+                f"rank {self._first_rank} could not begin this step: its own error says why"
+            )
+        if said != purpose.value:
+            raise PeerError(
+                f"rank {self.rank} is at {purpose.value}, rank {self._first_rank} at {said}: "
+                "every rank "
+                "must make the same calls in the same order and mode"
+            )
+        mine = count_rows()
+        if mine is not None and mine != rows:
+            raise PeerError(
+                f"rank {self.rank} was given another batch: {mine} rows, and {rows} on rank "
+                f"{self._first_rank}. Every rank must call step with the same batch"
+            )
+        return int(rows)
+
+    def _announce(self, purpose: Purpose, count_rows: Callable[[], int | None]) -> int:
+        rows = None
+        try:
+            rows = count_rows()
+            assert rows is not None
+            return rows
+        finally:
+            signature = Packet([purpose.value, _FAILED if rows is None else rows])
+            self._send_to_others("S", signature)
+
+    def run(
+        self, rows: Sequence[BoundRow], states: Mapping[int, StepState], observer: Observer | None
+    ) -> None:
+        state = states[self.rank]
+        assert self._endpoint is not None
+        state.endpoint = self._endpoint
+        before = use_threads(share_of_cores()) if self._on_cpu else torch.get_num_threads()
+        try:
+            with step_modes(state.builds_graph):
+                run_row(rows[self.rank], state, observer)
+        finally:
+            use_threads(before)
+
+    def share(self, letter: str, value: Any, *, owner: int) -> Callable[[], Any]:
+        assert self._endpoint is not None
+        if self.rank == owner:
+            self._send_to_others(letter, leave(value)[0])
+            return lambda: value
+        # What nobody asked for is read before the next one is expected, so nothing piles up.
+        for unread in self._unread:
+            unread()
+        self._unread = [_Once(self._endpoint.receive(self._edge(letter, owner, self.rank)))]
+        return self._unread[0]
+
+    def _send_to_others(self, letter: str, packet: Packet) -> None:
+        assert self._endpoint is not None
+        for rank in range(self.num_ranks):
+            if rank != self.rank:
+                self._endpoint.send(self._edge(letter, self.rank, rank), packet)
+
+    def _edge(self, letter: str, source: int, target: int) -> Edge:
+        return Edge(source, target, letter, 0, source, target)
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+class _Once:
+    """A value that is waited for when it is first asked for."""
+
+    def __init__(self, receipt: Receipt) -> None:
+        self._receipt: Receipt | None = receipt
+        self._value: Any = None
+
+    def __call__(self) -> Any:
+        if self._receipt is not None:
+            self._value = self._receipt.wait().value()
+            self._receipt = None
+        return self._value

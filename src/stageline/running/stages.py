@@ -1,0 +1,114 @@
+"""The stages that live in this process, under the names of the original model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from stageline.errors import StateError
+
+
+class LoadedKeys(NamedTuple):
+    """What ``load_state_dict`` could not match; both are empty when it was strict."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+@dataclass(frozen=True)
+class HeldStage:
+    """A stage of this process.
+
+    Attributes:
+        index: The stage.
+        prefix: What its names begin with.
+        original: The module as it was before ``wrap_stage``; it knows the original names.
+        module: What runs.
+    """
+
+    index: int
+    prefix: str
+    original: nn.Module
+    module: nn.Module
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        seen = set()
+        for name, parameter in self.original.named_parameters():
+            seen.add(id(parameter))
+            yield self.prefix + name, parameter
+        for name, parameter in self.module.named_parameters():  # what a wrapper added
+            if id(parameter) not in seen:
+                yield self.prefix + name, parameter
+
+
+@dataclass(frozen=True)
+class HeldStages:
+    """All stages of this process.
+
+    Attributes:
+        stages: Those held here.
+        elsewhere: Names in a full state_dict that other processes are responsible for, or the
+            beginnings of such names where only those are known.
+    """
+
+    stages: tuple[HeldStage, ...]
+    elsewhere: frozenset[str] = frozenset()
+    elsewhere_prefixes: tuple[str, ...] = ()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for stage in self.stages:
+            yield from stage.named_parameters()
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        for stage in self.stages:
+            for name, buffer in stage.original.named_buffers():
+                yield stage.prefix + name, buffer
+
+    def train(self, mode: bool) -> None:
+        for stage in self.stages:
+            stage.module.train(mode)
+            stage.original.train(mode)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the stages held here, under original names."""
+        merged: dict[str, Any] = {}
+        for stage in self.stages:
+            merged.update(stage.original.state_dict(prefix=stage.prefix))
+        return merged
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> LoadedKeys:
+        """Take what belongs to these stages out of a state_dict of the whole model.
+
+        Nothing is loaded unless everything fits.
+        """
+        own = self.state_dict()
+        missing = [name for name in own if name not in state]
+        unexpected = [name for name in state if name not in own and not self._is_elsewhere(name)]
+        faults = [
+            f"{name} has shape {_shape(state[name])}, the model wants {_shape(value)}"
+            for name, value in own.items()
+            if name in state and _shape(state[name]) != _shape(value)
+        ]
+        if strict:
+            faults += [f"{name} is missing" for name in missing]
+            faults += [f"{name} is not part of the model" for name in unexpected]
+        if faults:
+            bullets = "".join(f"\n  - {fault}" for fault in faults)
+            raise StateError(f"the state_dict does not fit, nothing was loaded:{bullets}")
+        for stage in self.stages:
+            stage.original.load_state_dict(_without_prefix(state, stage.prefix), strict=False)
+        return LoadedKeys(missing, unexpected)
+
+    def _is_elsewhere(self, name: str) -> bool:
+        return name in self.elsewhere or name.startswith(self.elsewhere_prefixes)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def _without_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}

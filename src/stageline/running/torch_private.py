@@ -1,0 +1,71 @@
+"""Every private name of torch that stageline uses, in one place, with the reason.
+
+A new torch release is checked against this file first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+# There is no public pytree module in torch; these functions have kept their meaning since 2.1 and
+# know the containers that users register (transformers' ModelOutput among them).
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map_only,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
+
+__all__ = [
+    "TreeSpec",
+    "leaf_names",
+    "run_backward",
+    "saved_tensor_hooks",
+    "tree_flatten",
+    "tree_map_only",
+    "tree_unflatten",
+    "treespec_dumps",
+    "treespec_loads",
+]
+
+# Tensor.backward costs a quarter of the speed of small stages, and, being overridable, it leaves
+# the function modes that keep random numbers apart; the engine's own entry does neither.
+_engine_run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+
+def run_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """Accumulate gradients from these roots into the leaves; the graph is freed on the way."""
+    _engine_run_backward(
+        tuple(roots),
+        tuple(gradients),
+        False,  # keep_graph
+        False,  # create_graph
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """Return this thread's pack and unpack hooks; torch has no public getter."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def leaf_names(tree: Any, *, root: str) -> list[str]:
+    """Return a readable name for every leaf.
+
+    Example:
+        >>> leaf_names((1, {"mask": 2}), root="args")
+        ['args[0]', "args[1]['mask']"]
+    """
+    return [root + keystr(path) for path, _ in tree_flatten_with_path(tree)[0]]

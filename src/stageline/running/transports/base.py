@@ -1,0 +1,96 @@
+"""What carries packets between ranks: one interface, one contract test.
+
+    rank 0                                  rank 1
+    endpoint.send(edge, packet)  ·······▶   receipt = endpoint.receive(edge)   (early, in row order)
+                                            packet  = receipt.wait()           (when the
+                                            consumer starts)
+
+Promises of every transport:
+
+1. ``send`` does not wait for the receiver, except where a window bounds what is under way.
+2. Sends and receives between two ranks are issued in one order at both ends (``order_transfers``);
+   a transport may rely on it and need not look for a match.
+3. What arrives equals what was sent: values, dtype, shape and strides.
+4. A wait ends: with the packet, with ``Aborted`` when another rank failed, or with an error that
+names
+   the edge.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+from stageline.running.boundary import Packet
+
+
+class Edge(NamedTuple):
+    """A value that crosses ranks: ``1->2 F3`` is microbatch 3 from stage 1 to stage 2."""
+
+    source: int
+    target: int
+    letter: str
+    microbatch: int
+    source_rank: int
+    target_rank: int
+
+    def __str__(self) -> str:
+        return f"{self.source}->{self.target} {self.letter}{self.microbatch}"
+
+
+class Aborted(BaseException):
+    """Another rank failed, so this one stops; never seen by a user."""
+
+
+class Receipt(ABC):
+    """A packet that will come."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def wait(self) -> Packet:
+        """Return the packet as soon as it is here."""
+
+
+class Arrived(Receipt):
+    """A packet that is already here: stages of one rank hand over directly."""
+
+    __slots__ = ("_packet",)
+
+    def __init__(self, packet: Packet) -> None:
+        self._packet = packet
+
+    def wait(self) -> Packet:
+        return self._packet
+
+
+class Endpoint(ABC):
+    """One rank's side of a transport during one step."""
+
+    @abstractmethod
+    def send(self, edge: Edge, packet: Packet) -> None:
+        """Hand a packet over for its journey."""
+
+    @abstractmethod
+    def receive(self, edge: Edge) -> Receipt:
+        """Announce that a packet is expected."""
+
+
+class Exchange(ABC):
+    """The endpoints of all ranks that live in this process, for one step."""
+
+    @abstractmethod
+    def endpoint(self, rank: int) -> Endpoint:
+        """Return the side of one rank."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Wake every rank that waits; its wait raises ``Aborted``."""
+
+
+class ThreadTransport(ABC):
+    """A transport between the ranks of one process."""
+
+    @abstractmethod
+    def open(self, num_ranks: int, *, window: int | None) -> Exchange:
+        """Return fresh endpoints for one step; ``window`` bounds the packets per channel."""

@@ -1,0 +1,296 @@
+"""How a packet travels between processes: a small JSON header, then the bytes of each tensor.
+
+    first message, always HEADER_BYTES long        then, where it did not fit in there
+    ┌────────┬───────────────┬──────────────┐      ┌──────────────────┐ ┌────────┐ ┌────────┐
+    │ length │ JSON          │ small bytes  │      │ rest of the JSON │ │ tensor │ │ tensor │
+    └────────┴───────────────┴──────────────┘      └──────────────────┘ └────────┘ └────────┘
+
+No pickle. dtype, strides and alignment travel too: a channels_last tensor that arrived contiguous,
+or a row that lost its alignment, would take another kernel and differ from the plain model in the
+last bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stageline.errors import EdgeError
+from stageline.running import torch_private as trees
+from stageline.running.boundary import Packet
+from stageline.running.transports.base import Edge
+
+HEADER_BYTES = 1024
+_LENGTH_BYTES = 4
+_ALIGNMENT = 64
+_PLAIN = (type(None), bool, int, float, str)
+
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the elements of a tensor lie: enough to rebuild it with the same strides and alignment.
+
+    Attributes:
+        shape: Its sizes.
+        strides: Its strides; 0 in expanded dimensions.
+        alignment: Its address modulo 64.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    alignment: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+        if _overlaps(shape, strides):  # as unfold() makes them: nothing to keep
+            strides = tuple(torch.empty(shape, device="meta").stride())
+        return cls(tensor.dtype, shape, strides, tensor.data_ptr() % _ALIGNMENT)
+
+    @property
+    def core(self) -> tuple[int, ...]:
+        """The sizes without expanded dimensions: what really lies in memory."""
+        return tuple(
+            min(size, 1) if stride == 0 else size
+            for size, stride in zip(self.shape, self.strides, strict=True)
+        )
+
+    @property
+    def order(self) -> list[int]:
+        """The dimensions, slowest first: the order in which the elements travel."""
+        return sorted(range(len(self.shape)), key=lambda dim: (-self.strides[dim], dim))
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.core) * self.dtype.itemsize
+
+    def to_json(self) -> list[Any]:
+        name = str(self.dtype).removeprefix("torch.")
+        return [name, self.shape, self.strides, self.alignment]
+
+    @classmethod
+    def from_json(cls, fields: list[Any]) -> Layout:
+        name, shape, strides, alignment = fields
+        return cls(_DTYPES[name], tuple(shape), tuple(strides), alignment)
+
+    def flatten(self, tensor: Tensor) -> Tensor:
+        """Return the bytes that travel, in memory order; a view where the tensor is dense."""
+        core = tensor
+        for dim, size in enumerate(self.core):
+            if size != tensor.shape[dim]:
+                core = core.narrow(dim, 0, size)
+        dense = core.permute(self.order).contiguous()
+        # Not reshape(-1): that may leave a stride of 0 where there is only one element.
+        return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+    def empty_bytes(self, count: int | None = None) -> Tensor:
+        """Return a buffer for the bytes whose address has the sender's alignment."""
+        count = self.num_bytes if count is None else count
+        buffer = torch.empty(count + _ALIGNMENT, dtype=torch.uint8)
+        offset = (self.alignment - buffer.data_ptr()) % _ALIGNMENT
+        if offset % self.dtype.itemsize:
+            offset = 0
+        return buffer[offset : offset + count]
+
+    def rebuild(self, received: Tensor) -> Tensor:
+        """Return the tensor whose bytes these are, on top of them where it is dense."""
+        typed = received.view(self.dtype)
+        order = self.order
+        dense = typed.view([self.core[dim] for dim in order]).permute(_inverse(order))
+        result = dense
+        if self._has_gaps(dense):
+            reach = 1 + sum(
+                (size - 1) * stride for size, stride in zip(self.core, self.strides, strict=True)
+            )
+            spread = self.empty_bytes(reach * self.dtype.itemsize).view(self.dtype)
+            result = spread.as_strided(self.core, self.strides, spread.storage_offset())
+            result.copy_(dense)
+        return result.as_strided(self.shape, self.strides, result.storage_offset())
+
+    def _has_gaps(self, dense: Tensor) -> bool:
+        return any(
+            size > 1 and mine != wanted
+            for size, mine, wanted in zip(self.core, dense.stride(), self.strides, strict=True)
+        )
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [order.index(dim) for dim in range(len(order))]
+
+
+def _overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements share an address in another way than by expanding a dimension."""
+    reach = 1
+    for stride, size in sorted(
+        (st, si) for st, si in zip(strides, shape, strict=True) if si > 1 and st > 0
+    ):
+        if stride < reach:
+            return True
+        reach = stride * size
+    return False
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A packet as messages: the first, the rest of a long header, and the tensors that follow."""
+
+    first: Tensor
+    rest: Tensor | None
+    tensors: list[Tensor]
+
+
+def encode(packet: Packet, edge: Edge, epoch: int) -> Encoded:
+    """Turn a packet into bytes."""
+    leaves: list[dict[str, Any]] = []
+    tensors: list[Tensor] = []
+    for index, leaf in enumerate(packet.leaves):
+        if isinstance(leaf, Tensor):
+            plain = _on_the_wire(leaf, edge, index)
+            layout = Layout.of(plain)
+            leaves.append({"tensor": layout.to_json()})
+            tensors.append(layout.flatten(plain))
+        elif isinstance(leaf, _PLAIN):
+            leaves.append({"value": leaf})
+        else:
+            raise EdgeError(
+                f"edge {edge}: leaf {index} is a {type(leaf).__name__}, which cannot cross between "
+                "processes: pass tensors, numbers, strings, booleans or None"
+            )
+    header = {
+        "edge": tuple(edge),
+        "epoch": epoch,
+        "spec": None if packet.spec is None else _dump_spec(packet.spec, edge),
+        "differentiable": list(packet.differentiable),
+        "leaves": leaves,
+    }
+    text = json.dumps(header).encode()
+    return _arrange(text, [tensor for tensor in tensors if tensor.numel()])
+
+
+def _on_the_wire(tensor: Tensor, edge: Edge, index: int) -> Tensor:
+    if (
+        tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or type(tensor)
+        not in (
+            Tensor,
+            torch.nn.Parameter,
+        )
+    ):
+        raise EdgeError(
+            f"edge {edge}: leaf {index} is a {type(tensor).__name__} of layout {tensor.layout}; "
+            "only plain "
+            "dense tensors can cross between processes: convert it, or keep it within one stage"
+        )
+    return tensor.detach().cpu().resolve_conj().resolve_neg()
+
+
+def _dump_spec(spec: trees.TreeSpec, edge: Edge) -> str:
+    try:
+        return trees.treespec_dumps(spec)
+    except Exception as cause:
+        raise EdgeError(
+            f"edge {edge}: the structure {spec} cannot cross between processes ({cause}): use "
+            "tuples, "
+            "lists and dicts, or register the class with a serialized_type_name"
+        ) from cause
+
+
+def _arrange(text: bytes, tensors: list[Tensor]) -> Encoded:
+    room = HEADER_BYTES - _LENGTH_BYTES - len(text)
+    small = sum(tensor.numel() for tensor in tensors)
+    body = text
+    if small <= room:
+        body += b"".join(bytes(tensor.tolist()) for tensor in tensors)
+        tensors = []
+    first = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+    head = len(text).to_bytes(_LENGTH_BYTES, "little") + body[: HEADER_BYTES - _LENGTH_BYTES]
+    first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    tail = body[HEADER_BYTES - _LENGTH_BYTES :]
+    rest = torch.frombuffer(bytearray(tail), dtype=torch.uint8) if tail else None
+    return Encoded(first, rest, tensors)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the first message says about a packet."""
+
+    edge: tuple[Any, ...]
+    epoch: int
+    spec: trees.TreeSpec | None
+    differentiable: list[bool]
+    leaves: list[Any]  # a Layout where a tensor belongs
+    inline: bytes
+
+    def layouts(self) -> list[Layout]:
+        """Return the layouts of the tensors that have bytes, in the order in which they travel."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Layout) and leaf.num_bytes]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tensors came inside the header."""
+        return sum(layout.num_bytes for layout in self.layouts()) <= len(self.inline)
+
+    def unpack_inline(self) -> list[Tensor]:
+        buffers, start = [], 0
+        for layout in self.layouts():
+            buffer = layout.empty_bytes()
+            part = bytearray(self.inline[start : start + layout.num_bytes])
+            buffer.copy_(torch.frombuffer(part, dtype=torch.uint8))
+            buffers.append(buffer)
+            start += layout.num_bytes
+        return buffers
+
+    def packet(self, buffers: Sequence[Tensor]) -> Packet:
+        """Return the packet, its tensors on top of the received buffers."""
+        received = iter(buffers)
+        leaves = [
+            leaf
+            if not isinstance(leaf, Layout)
+            else leaf.rebuild(next(received) if leaf.num_bytes else leaf.empty_bytes())
+            for leaf in self.leaves
+        ]
+        return Packet(leaves, self.spec, self.differentiable)
+
+
+def missing_bytes(first: Tensor) -> int:
+    """Return how many bytes of the header come in a second message."""
+    return max(0, _text_length(first) - (HEADER_BYTES - _LENGTH_BYTES))
+
+
+def _text_length(first: Tensor) -> int:
+    return int.from_bytes(first[:_LENGTH_BYTES].numpy().tobytes(), "little")
+
+
+def decode(first: Tensor, rest: Tensor | None) -> Header:
+    """Read a header."""
+    body = first[_LENGTH_BYTES:].numpy().tobytes()
+    if rest is not None:
+        body += rest.numpy().tobytes()
+    length = _text_length(first)
+    fields = json.loads(body[:length])
+    spec = fields["spec"]
+    return Header(
+        edge=tuple(fields["edge"]),
+        epoch=fields["epoch"],
+        spec=None if spec is None else trees.treespec_loads(spec),
+        differentiable=fields["differentiable"],
+        leaves=[
+            Layout.from_json(leaf["tensor"]) if "tensor" in leaf else leaf["value"]
+            for leaf in fields["leaves"]
+        ],
+        inline=b"" if rest is not None else body[length:],
+    )

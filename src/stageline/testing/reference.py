@@ -1,0 +1,83 @@
+"""The reference: the plain model, run over the same microbatches in a loop.
+
+No stage, no schedule, no transport; the loss is multiplied by its weight and ``backward`` is
+torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stageline.running.autocast import autocast_cache_off, autocast_devices, autocast_suspended
+from stageline.running.loss import LossFunction, LossRule
+from stageline.running.microbatches import BatchDims, LossReduction, Microbatches, merge_outputs
+
+
+@dataclass(frozen=True)
+class PlainResult:
+    """What a plain step gives: compare it with a ``StepResult``."""
+
+    loss: Tensor
+    outputs: Any
+
+
+def plain_step(
+    model: nn.Module,
+    *args: Any,
+    target: Any = None,
+    kwargs: Mapping[str, Any] | None = None,
+    num_microbatches: int,
+    loss_fn: LossFunction | None = None,
+    loss_reduction: LossReduction = "mean",
+    batch_dims: BatchDims = 0,
+    num_threads: int | None = None,
+) -> PlainResult:
+    """Accumulate the gradients of one batch in the plain model; return its loss and outputs.
+
+    Args:
+        num_threads: Intra-op threads, as many as each rank of the pipeline has: torch may add in
+            another order with another number.
+
+    Example:
+        >>> model = nn.Linear(3, 1)
+        >>> x, y = torch.randn(5, 3), torch.randn(5, 1)
+        >>> result = plain_step(
+        ...     model, x, target=y, num_microbatches=2, loss_fn=nn.functional.mse_loss
+        ... )
+        >>> result.outputs.shape
+        torch.Size([5, 1])
+    """
+    batch = Microbatches(
+        args,
+        dict(kwargs or {}),
+        target,
+        num_microbatches=num_microbatches,
+        batch_dims=batch_dims,
+    )
+    rule = LossRule(loss_fn, loss_reduction)
+    total: Tensor | float = 0.0
+    outputs = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads or before)
+    try:
+        with ExitStack() as stack:
+            if autocast_devices():
+                stack.enter_context(autocast_cache_off())
+            for index in range(batch.count):
+                part = batch.part(index)
+                output = model(*part.args, **part.kwargs)
+                loss = rule.loss(output, part.target) * rule.weight(batch, index)
+                with autocast_suspended(autocast_devices()):
+                    loss.backward()
+                total = total + loss.detach()
+                outputs.append(output)
+    finally:
+        torch.set_num_threads(before)
+    assert isinstance(total, Tensor)
+    return PlainResult(total, merge_outputs(outputs, batch.sizes, batch_dims))
