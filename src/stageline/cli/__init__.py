@@ -1,0 +1,53 @@
+"""The command line: ``stageline simulate ...``.
+
+Each command is a module here with two functions: ``add_to`` declares its arguments, ``run`` does
+the work and returns the exit status. Wrong input ends with a message on stderr and status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from stageline.cli import simulate
+from stageline.errors import StagelineError
+
+__all__ = ["main"]
+
+COMMANDS = (simulate,)
+
+WRONG_INPUT = 2
+"""The exit status for arguments or files that make no sense, as in argparse."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that says what is wrong in one line, without the usage above it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(WRONG_INPUT, f"{self.prog}: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status.
+
+    >>> main(["simulate", "--schedule", "gpipe", "--ranks", "4", "--microbatches", "8"])
+    gpipe: 4 stages on 4 ranks, 8 microbatches
+    T 33   span 33   bubble 27.3%   peak 8 8 8 8
+    0
+    """
+    parser = _Parser(prog="stageline", description="Pipeline-parallel training for PyTorch.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_to(commands)
+    try:
+        arguments = parser.parse_args(argv)
+    except SystemExit as stop:  # argparse leaves this way, with --help as with an error
+        return stop.code if isinstance(stop.code, int) else WRONG_INPUT
+    try:
+        status: int = arguments.run(arguments)
+    except (StagelineError, OSError, UnicodeDecodeError) as fault:
+        print(f"stageline: {fault}", file=sys.stderr)
+        return WRONG_INPUT
+    return status

@@ -1,0 +1,93 @@
+"""What the schedule families share: which stages a rank holds, and how it runs them as one unit.
+
+Several stages on a rank are consecutive, and the rank runs them as if they were one: forward
+through all of them, ascending, or backward through all of them, descending. A family therefore
+states its rule for ranks and need not know how many stages each holds.
+
+    forwards([4, 5], range(2))  is  4F0 5F0      backwards([4, 5], range(2))  is  5B0 4B0
+                                    4F1 5F1                                       5B1 4B1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from stageline.errors import ScheduleError
+from stageline.scheduling.action import LARGEST, Kind
+from stageline.scheduling.schedule import NO_PEER, ROW_DTYPE, Row, Schedule
+
+
+def contiguous(num_stages: int, num_ranks: int) -> list[range]:
+    """Return the stages of each rank: consecutive, sizes at most one apart, larger ones first.
+
+    >>> contiguous(num_stages=5, num_ranks=2)
+    [range(0, 3), range(3, 5)]
+    """
+    size, larger = divmod(num_stages, num_ranks)
+    begins = [rank * size + min(rank, larger) for rank in range(num_ranks + 1)]
+    return [range(begins[rank], begins[rank + 1]) for rank in range(num_ranks)]
+
+
+def build_rows(
+    name: str,
+    row: Callable[[int, range], Row],
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    num_ranks: int | None,
+) -> Schedule:
+    """Build a schedule from the rule of a family.
+
+    Args:
+        name: The family.
+        row: Its rule: rank and stages of the rank -> what the rank does.
+        num_stages: At least one.
+        num_microbatches: At least one; fewer than stages is fine.
+        num_ranks: One per stage unless given; at most that.
+
+    Raises:
+        ScheduleError: The numbers make no pipeline.
+    """
+    ranks = num_stages if num_ranks is None else num_ranks
+    sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_ranks": ranks}
+    for what, size in sizes.items():
+        if not isinstance(size, int) or not 1 <= size <= LARGEST:
+            raise ScheduleError(f"{name} needs {what} of at least 1, got {what}={size!r}")
+    if ranks > num_stages:
+        raise ScheduleError(
+            f"{name} needs a stage for every rank, got num_stages={num_stages} for "
+            f"num_ranks={ranks}: cut the model into more stages or use fewer ranks"
+        )
+    placed = enumerate(contiguous(num_stages, ranks))
+    return Schedule(tuple(row(rank, stages) for rank, stages in placed), name)
+
+
+def forwards(stages: range, microbatches: range) -> Row:
+    """Return the forward of each microbatch, one line each, through the stages of a rank."""
+    return _actions(Kind.FORWARD, stages, microbatches)
+
+
+def backwards(stages: range, microbatches: range) -> Row:
+    """Return the backward of each microbatch, one line each, back through the stages."""
+    return _actions(Kind.BACKWARD, stages[::-1], microbatches)
+
+
+def alternate(*units: Row) -> Row:
+    """Return line 0 of each of the units, then line 1 of each, and so on."""
+    return np.concatenate(units, axis=1)
+
+
+def one_after_another(*phases: Row) -> Row:
+    """Return the row of a rank that runs these phases in turn, each line by line."""
+    return np.concatenate([phase.ravel() for phase in phases])
+
+
+def _actions(kind: Kind, stages: Sequence[int], microbatches: range) -> Row:
+    actions = np.empty((len(microbatches), len(stages)), dtype=ROW_DTYPE)
+    actions["kind"] = kind
+    actions["stage"] = np.asarray(stages)
+    actions["microbatch"] = np.asarray(microbatches)[:, np.newaxis]
+    actions["peer"] = NO_PEER
+    return actions

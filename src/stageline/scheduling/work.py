@@ -1,0 +1,154 @@
+"""What waits for what: the actions of all ranks laid end to end, each with the one it waits for.
+
+    F(s) waits for F(s-1)        B(s) or I(s) waits for B(s+1) or I(s+1)
+
+and, on its own rank, a backward or recompute follows its forward and W follows I. The own rank's
+order is kept by the row itself, so one index per action is enough to say the whole graph.
+
+    rank 0   0F0 0F1 0B0 0B1   waits for   -   -   5   7        (index of 1B0, of 1B1)
+    rank 1   1F0 1B0 1F1 1B1               0   -   1   -        (index of 0F0, of 0F1)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from stageline.errors import ScheduleError
+from stageline.scheduling.action import Kind, action_text
+from stageline.scheduling.schedule import Row, Schedule
+
+Integers: TypeAlias = npt.NDArray[np.int64]
+Booleans: TypeAlias = npt.NDArray[np.bool_]
+
+NOTHING = -1
+"""In ``Work.waits``: the action can run as soon as its rank is free."""
+
+MISSING = -2
+"""In ``Work.waits``: no rank runs the action that it waits for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """The actions of all ranks but the transfers, laid end to end in rank order.
+
+    Attributes:
+        rows: The actions.
+        bounds: Rank r runs the actions ``bounds[r]:bounds[r + 1]``.
+        ranks: The rank of each action.
+        waits: The index of the action that each waits for, or NOTHING, or MISSING.
+        num_stages: As in the schedule.
+    """
+
+    rows: Row
+    bounds: tuple[int, ...]
+    ranks: Integers
+    waits: Integers
+    num_stages: int
+
+    @classmethod
+    def of(cls, schedule: Schedule, *, forgiving: bool = False) -> Work:
+        """Lay out a schedule.
+
+        Args:
+            schedule: Any schedule, also one that cannot run.
+            forgiving: Whether to leave out waits for what is missing or stands too late in the
+                action's own row; what is left is how the ranks hold up each other.
+
+        Raises:
+            ScheduleError: Most of it is missing; ``schedule.check()`` says what.
+        """
+        if is_sparse(schedule):
+            raise ScheduleError(
+                f"{schedule.num_stages} stages x {schedule.num_microbatches} microbatches need as "
+                f"many forward actions, the rows hold {len(schedule)} actions in all: "
+                f"call check() for what is missing"
+            )
+        arrays = schedule.compute_only().arrays
+        sizes = [len(row) for row in arrays]
+        rows = np.concatenate(arrays)
+        waits, owed = _waits(rows, schedule.num_stages, schedule.num_microbatches)
+        if forgiving:
+            waits[waits == MISSING] = NOTHING
+        else:
+            # What the own rank owes is kept by the order of its row. Where the row has it wrong,
+            # the action waits for that instead, and so for ever.
+            late = owed > np.arange(len(rows))
+            waits = np.where(late | (owed == MISSING), owed, waits)
+        return cls(
+            rows=rows,
+            bounds=(0, *np.cumsum(sizes).tolist()),
+            ranks=np.repeat(np.arange(len(arrays)), sizes),
+            waits=waits,
+            num_stages=schedule.num_stages,
+        )
+
+    def text(self, index: int) -> str:
+        """Return the text form of one action."""
+        kind, stage, microbatch, _ = self.rows[index].tolist()
+        return action_text(kind, stage, microbatch)
+
+    def wanted_text(self, index: int) -> str:
+        """Return the text form of what one action waits for, also where it is missing."""
+        wanted = int(self.waits[index])
+        if wanted >= 0:
+            return self.text(wanted)
+        kind, stage, microbatch, _ = self.rows[index].tolist()
+        if kind == Kind.FORWARD:
+            return action_text(Kind.FORWARD, stage - 1, microbatch)
+        if kind == Kind.WEIGHT_GRADIENT:
+            return action_text(Kind.INPUT_GRADIENT, stage, microbatch)
+        is_own_forward = kind == Kind.RECOMPUTE or not self._has_forward(stage, microbatch)
+        if is_own_forward:
+            return action_text(Kind.FORWARD, stage, microbatch)
+        return action_text(kind, stage + 1, microbatch)
+
+    def _has_forward(self, stage: int, microbatch: int) -> bool:
+        rows = self.rows
+        same = (rows["stage"] == stage) & (rows["microbatch"] == microbatch)
+        return bool((same & (rows["kind"] == Kind.FORWARD)).any())
+
+
+def is_sparse(schedule: Schedule) -> bool:
+    """Return whether a schedule has far fewer actions than its numbers call for.
+
+    The tables below have one slot per stage and microbatch, which a complete schedule fills. One
+    slip such as ``0F999999999`` must not allocate gigabytes.
+    """
+    return schedule.num_stages * schedule.num_microbatches > 1000 + 8 * len(schedule)
+
+
+def _waits(rows: Row, num_stages: int, num_microbatches: int) -> tuple[Integers, Integers]:
+    """Return what each action waits for: of another stage, and of its own."""
+    kind = rows["kind"].astype(np.int64)
+    stage = rows["stage"].astype(np.int64)
+    slot = stage * num_microbatches + rows["microbatch"]
+
+    is_forward = kind == Kind.FORWARD
+    is_gradient = (kind == Kind.BACKWARD) | (kind == Kind.INPUT_GRADIENT)
+    is_weight = kind == Kind.WEIGHT_GRADIENT
+    forward_at = _first_at(is_forward, slot, num_stages * num_microbatches)
+    gradient_at = _first_at(is_gradient, slot, num_stages * num_microbatches)
+
+    waits = np.full(len(rows), NOTHING, dtype=np.int64)
+    inner = is_forward & (stage > 0)
+    waits[inner] = forward_at[slot[inner] - num_microbatches]
+    inner = is_gradient & (stage < num_stages - 1)
+    waits[inner] = gradient_at[slot[inner] + num_microbatches]
+
+    owed = np.full(len(rows), NOTHING, dtype=np.int64)
+    follows = is_gradient | (kind == Kind.RECOMPUTE)
+    owed[follows] = forward_at[slot[follows]]
+    owed[is_weight] = gradient_at[slot[is_weight]]
+    return waits, owed
+
+
+def _first_at(chosen: Booleans, slot: Integers, num_slots: int) -> Integers:
+    """Return for each slot the index of its first chosen action, or MISSING."""
+    at = np.full(num_slots, MISSING, dtype=np.int64)
+    indices = np.flatnonzero(chosen)[::-1]  # where an index repeats, numpy keeps the last
+    at[slot[indices]] = indices
+    return at

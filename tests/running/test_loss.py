@@ -1,0 +1,386 @@
+"""The loss of a batch is that of the plain model; steps accumulate; evaluation leaves no trace."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import stageline as sl
+from stageline.running.loss import LossRule, own_loss
+from stageline.running.microbatches import Microbatches
+from stageline.testing import plain_step
+
+IGNORED = -100
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Results are compared to the last bit, which the number of threads may change."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def mlp(norm: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    middle = nn.BatchNorm1d(8) if norm else nn.Tanh()
+    return nn.Sequential(nn.Linear(6, 8), middle, nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def batch(n: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(n)
+    return torch.randn(n, 6), torch.randint(3, (n,))
+
+
+def assert_same_gradients(pipe: sl.Pipeline, plain: nn.Module) -> None:
+    """Compare each named gradient, bit by bit."""
+    wanted = dict(plain.named_parameters())
+    assert [name for name, _ in pipe.named_parameters()] == list(wanted)
+    for name, parameter in pipe.named_parameters():
+        want, got = wanted[name].grad, parameter.grad
+        assert want is not None
+        assert got is not None, f"{name} has no gradient"
+        assert torch.equal(got, want), f"gradient of {name}"
+
+
+# The loss of the whole batch
+
+UNEVEN = [(10, 4), (7, 3), (3, 8), (8, 4)]
+
+
+@pytest.mark.parametrize(("n", "m"), UNEVEN)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_loss_is_that_of_the_whole_batch(reduction: str, n: int, m: int) -> None:
+    """Bit-equal to the plain loop, and close to one plain step over the whole batch."""
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target, reduction=reduction)
+
+    x, y = batch(n)
+    pipe = sl.Pipeline(
+        mlp(), split=3, num_microbatches=m, loss_fn=loss_fn, loss_reduction=reduction
+    )
+    loop, whole = mlp(), mlp()
+    result = pipe.step(x, target=y)
+    want = plain_step(
+        loop, x, target=y, num_microbatches=m, loss_fn=loss_fn, loss_reduction=reduction
+    )
+    assert torch.equal(result.loss, want.loss)
+    assert_same_gradients(pipe, loop)
+
+    loss = loss_fn(whole(x), y)
+    loss.backward()
+    torch.testing.assert_close(result.loss, loss.detach())
+    for parameter, other in zip(pipe.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
+
+
+def test_sum_does_not_weigh_a_mean() -> None:
+    """``loss_reduction="sum"`` adds what loss_fn returns, whatever the sizes."""
+    x, y = batch(5)
+    pipe = sl.Pipeline(
+        mlp(), split=2, num_microbatches=2, loss_fn=F.cross_entropy, loss_reduction="sum"
+    )
+    first, second = (F.cross_entropy(mlp()(x[a:b]), y[a:b]) for a, b in ((0, 3), (3, 5)))
+    assert torch.equal(pipe.step(x, target=y).loss, (first + second).detach())
+
+
+def token_share(microbatch: sl.Batch, whole: sl.Batch) -> float:
+    """Return which part of the labels that count lies in this microbatch."""
+    return float((microbatch.target != IGNORED).sum() / (whole.target != IGNORED).sum())
+
+
+@pytest.mark.parametrize(("n", "m"), [(10, 4), (7, 3), (8, 4)])
+def test_token_means_with_ignored_labels(n: int, m: int) -> None:
+    """Microbatches hold different numbers of labels, so n_i / n would be the wrong weight."""
+    x, y = batch(n)
+    y[1::3] = IGNORED
+    pipe = sl.Pipeline(
+        mlp(), split=3, num_microbatches=m, loss_fn=F.cross_entropy, loss_reduction=token_share
+    )
+    loop, whole = mlp(), mlp()
+    result = pipe.step(x, target=y)
+    plain_step(
+        loop,
+        x,
+        target=y,
+        num_microbatches=m,
+        loss_fn=F.cross_entropy,
+        loss_reduction=token_share,
+    )
+    assert_same_gradients(pipe, loop)
+    loss = F.cross_entropy(whole(x), y)
+    loss.backward()
+    torch.testing.assert_close(result.loss, loss.detach())
+    for parameter, other in zip(pipe.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
+
+
+def test_a_weight_sees_arguments_and_rows() -> None:
+    seen: list[tuple[int, int, int, int]] = []
+
+    def weight(microbatch: sl.Batch, whole: sl.Batch) -> float:
+        seen.append((microbatch.rows, whole.rows, len(microbatch.args[0]), len(whole.args[0])))
+        return 0.25
+
+    pipe = sl.Pipeline(
+        mlp(), split=2, num_microbatches=2, loss_fn=F.cross_entropy, loss_reduction=weight
+    )
+    x, y = batch(3)
+    loss = pipe.step(x, target=y).loss
+    assert seen == [(2, 3, 2, 3), (1, 3, 1, 3)]
+    parts = [F.cross_entropy(mlp()(x[a:b]), y[a:b]).detach() for a, b in ((0, 2), (2, 3))]
+    assert torch.equal(loss, parts[0] * 0.25 + parts[1] * 0.25)
+
+
+def test_the_weights_of_a_rule() -> None:
+    parts = Microbatches((torch.zeros(5),), {}, None, num_microbatches=2)
+    assert [LossRule(None, "mean").weight(parts, i) for i in range(2)] == [3 / 5, 2 / 5]
+    assert [LossRule(None, "sum").weight(parts, i) for i in range(2)] == [1.0, 1.0]
+    double = LossRule(None, lambda microbatch, whole: torch.tensor(microbatch.rows * 2))
+    assert [double.weight(parts, i) for i in range(2)] == [6.0, 4.0]
+
+
+# Models that compute their own loss
+
+
+@dataclass
+class Output:
+    """What a model of transformers returns, in short."""
+
+    loss: Tensor
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda loss: loss, lambda loss: {"loss": loss}, lambda loss: (loss, 1), Output]
+)
+def test_a_models_own_loss_is_found(wrap: Callable[[Tensor], Any]) -> None:
+    loss = torch.tensor(1.5)
+    assert own_loss(wrap(loss)) is loss
+
+
+def test_a_model_that_returns_its_own_loss_trains() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp()
+
+        def forward(self, pair: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+            logits = self.body(pair[0])
+            return {"logits": logits, "loss": F.cross_entropy(logits, pair[1])}
+
+    class Whole(nn.Sequential):
+        def forward(self, input: Tensor, labels: Tensor | None = None) -> Any:
+            return self[1](self[0](input, labels))
+
+    class Pass(nn.Module):
+        def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            return x, labels
+
+    stages, plain = [Pass(), Head()], Whole(Pass(), Head())
+    pipe = sl.Pipeline.from_stages(stages, num_microbatches=4, keep_outputs=True)
+    x, y = batch(10)
+    result = pipe.step(x, labels=y)
+    want = plain_step(plain, x, kwargs={"labels": y}, num_microbatches=4)
+    assert torch.equal(result.loss, want.loss)
+    assert torch.equal(result.outputs["logits"], want.outputs["logits"])
+    assert isinstance(result.outputs["loss"], sl.PerMicrobatch)
+    assert_same_gradients(pipe, plain)
+
+
+# Losses that are none
+
+
+def step_with(loss_fn: Callable[..., Any] | None) -> None:
+    pipe = sl.Pipeline(mlp(), split=2, num_microbatches=2, loss_fn=loss_fn)
+    x, y = batch(6)
+    pipe.step(x, **({} if loss_fn is None else {"target": y}))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (
+            lambda out, y: F.cross_entropy(out, y, reduction="none"),
+            r"loss_fn must be a tensor with one element, got shape \(3,\): reduce it .*\.mean\(\)",
+        ),
+        (lambda out, y: 1.5, "loss_fn must be a tensor with one element, got float"),
+        (lambda out, y: None, "loss_fn must be a tensor with one element, got NoneType"),
+        (None, r"the model's own loss must be a tensor with one element, got shape \(3, 3\)"),
+        (lambda out, y: out.detach().mean(), "depends on no parameter .* unfreeze one, or call"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained(loss_fn: Callable[..., Any] | None, message: str) -> None:
+    with pytest.raises(sl.StepError, match=rf"rank 1, stage 1, microbatch 0: .*{message}"):
+        step_with(loss_fn)
+
+
+def test_who_forgot_loss_fn_is_told_of_it() -> None:
+    with pytest.raises(sl.StepError, match="loss_fn="):
+        step_with(None)
+
+
+def test_a_missing_target() -> None:
+    pipe = sl.Pipeline(mlp(), split=2, num_microbatches=2, loss_fn=F.cross_entropy)
+    with pytest.raises(
+        sl.BatchError, match=r"rank 1 holds the last stage .* target .* step\(x, target=y\)"
+    ):
+        pipe.step(batch(6)[0])
+
+
+def test_a_target_that_nobody_would_use() -> None:
+    pipe = sl.Pipeline(mlp(), split=2, num_microbatches=2)
+    x, y = batch(6)
+    with pytest.raises(sl.BatchError, match=r"a target was given, .* no loss_fn .* pass loss_fn"):
+        pipe.step(x, target=y)
+
+
+# Accumulation
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "sequential"])
+def test_two_steps_accumulate_as_two_plain_steps(schedule: str) -> None:
+    """Fault 5 of torch.distributed.pipelining: it rescales what the step before had left."""
+    plain = mlp()
+    pipe = sl.Pipeline(
+        mlp(), split=3, num_microbatches=4, loss_fn=F.cross_entropy, schedule=schedule
+    )
+    for n in (10, 3):
+        x, y = batch(n)
+        result = pipe.step(x, target=y)
+        want = plain_step(plain, x, target=y, num_microbatches=4, loss_fn=F.cross_entropy)
+        assert torch.equal(result.loss, want.loss)
+    assert_same_gradients(pipe, plain)
+
+
+# Evaluation
+
+
+def train_step(pipe: sl.Pipeline, plain: nn.Module) -> None:
+    x, y = batch(10)
+    pipe.step(x, target=y)
+    plain_step(plain, x, target=y, num_microbatches=4, loss_fn=F.cross_entropy)
+
+
+def state_of(pipe: sl.Pipeline) -> dict[str, Tensor]:
+    """Return copies of all that a step could touch."""
+    gradients = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
+    buffers = {name: buffer.clone() for name, buffer in pipe.named_buffers()}
+    return {**{f"grad {k}": v for k, v in gradients.items()}, **buffers}
+
+
+def assert_same_state(now: dict[str, Tensor], before: dict[str, Tensor]) -> None:
+    assert now.keys() == before.keys()
+    for name, value in before.items():
+        assert torch.equal(now[name], value), name
+
+
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_an_evaluation_between_two_steps_changes_nothing(trained_before: bool) -> None:
+    """Fault 4 of torch.distributed.pipelining: its eval() divides the gradients that lie there."""
+    pipe = sl.Pipeline(mlp(norm=True), split=3, num_microbatches=4, loss_fn=F.cross_entropy)
+    plain = mlp(norm=True)
+    if trained_before:
+        train_step(pipe, plain)
+    before = state_of(pipe)
+    x, y = batch(7)
+    pipe.eval()
+    loss = pipe.step(x, target=y).loss
+    assert_same_state(state_of(pipe), before)
+    plain.eval()
+    parts = [
+        F.cross_entropy(plain(a), b).detach() * (len(a) / 7)
+        for a, b in zip(x.tensor_split(4), y.tensor_split(4), strict=True)
+    ]
+    assert torch.equal(loss, sum(parts[1:], parts[0]))
+    pipe.train()
+    plain.train()
+    train_step(pipe, plain)
+    assert_same_gradients(pipe, plain)
+    assert_same_state(dict(pipe.named_buffers()), dict(plain.named_buffers()))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_grad_mode_touches_no_gradient(mode: Callable[[], Any]) -> None:
+    """Buffers follow train() and eval(), as in the plain model; gradients stay what they were."""
+    pipe = sl.Pipeline(mlp(norm=True), split=2, num_microbatches=4, loss_fn=F.cross_entropy)
+    plain = mlp(norm=True)
+    train_step(pipe, plain)
+    x, y = batch(9)
+    with mode():
+        result = pipe.step(x, target=y)
+        for part in x.tensor_split(4):
+            plain(part)
+    assert not result.loss.requires_grad
+    assert_same_gradients(pipe, plain)
+    assert_same_state(dict(pipe.named_buffers()), dict(plain.named_buffers()))
+    before = state_of(pipe)
+    with mode():
+        pipe.eval().step(x, target=y)
+    assert_same_state(state_of(pipe), before)
+
+
+class Traced(nn.Module):
+    """Leaves a token in every graph that runs through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: weakref.WeakSet[Token] = weakref.WeakSet()
+        self.modes: list[bool] = []
+
+    def forward(self, x: Tensor) -> Any:
+        self.modes.append(torch.is_grad_enabled())
+        token = Token()
+        self.tokens.add(token)
+        apply: Any = _Trace.apply  # untyped in torch
+        return apply(x, token)
+
+
+class Token:
+    """Lives as long as the node that holds it."""
+
+
+class _Trace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Token) -> Tensor:
+        ctx.token = token
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+def traced() -> tuple[list[nn.Module], tuple[Traced, Traced]]:
+    first, last = Traced(), Traced()
+    return [nn.Sequential(nn.Linear(6, 6), first), nn.Sequential(nn.Linear(6, 3), last)], (
+        first,
+        last,
+    )
+
+
+@pytest.mark.parametrize("how", ["train", "eval", "no_grad"])
+def test_no_graph_outlives_its_step(how: str) -> None:
+    stages, traces = traced()
+    pipe = sl.Pipeline.from_stages(
+        stages, num_microbatches=3, loss_fn=F.cross_entropy, keep_outputs=True
+    )
+    x, y = batch(6)
+    pipe.train(how != "eval")
+    with torch.set_grad_enabled(how != "no_grad"):
+        result = pipe.step(x, target=y)
+    gc.collect()
+    for trace in traces:
+        assert trace.modes == [how == "train"] * 3
+        assert len(trace.tokens) == 0
+    assert not result.loss.requires_grad
+    assert not result.outputs.requires_grad

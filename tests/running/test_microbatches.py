@@ -1,0 +1,405 @@
+"""The microbatch contract: what is split, how, and how outputs become one again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import stageline as sl
+from stageline.running.microbatches import (
+    BatchDims,
+    Microbatches,
+    merge_outputs,
+    split_sizes,
+)
+
+
+class Pair(NamedTuple):
+    """A structure whose leaves have names."""
+
+    left: Any
+    right: Any
+
+
+@dataclass
+class Opaque:
+    """An output that nobody has registered as a structure."""
+
+    logits: Tensor
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Results are compared to the last bit, which the number of threads may change."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def cut(
+    *args: Any, target: Any = None, count: int = 4, dims: BatchDims = 0, **kwargs: Any
+) -> Microbatches:
+    return Microbatches(args, kwargs, target, num_microbatches=count, batch_dims=dims)
+
+
+def rows(n: int, *more: int) -> Tensor:
+    """Return a batch whose every number is another."""
+    return torch.arange(float(n * int(np.prod(more)))).view(n, *more)
+
+
+# Sizes
+
+
+def test_sizes_are_those_of_tensor_split() -> None:
+    for n in range(1, 30):
+        for m in range(1, 12):
+            parts = torch.tensor_split(torch.arange(n), min(n, m))
+            batch = cut(rows(n), count=m)
+            assert batch.sizes == [len(part) for part in parts] == split_sizes(n, min(n, m))
+            assert batch.count == min(n, m)
+            assert batch.rows == n
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
+def test_slices_are_those_of_tensor_split_along_any_dimension(dim: int) -> None:
+    x = rows(5, 6, 7).transpose(0, 2)  # not contiguous
+    batch = cut(x, count=4, dims=dim)
+    for index, want in enumerate(torch.tensor_split(x, 4, dim)):
+        (part,), _ = batch.inputs(index)
+        assert torch.equal(part, want)
+        assert part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()  # no copy
+
+
+# Which leaves
+
+
+def test_every_leaf_of_every_tree_is_split() -> None:
+    batch = cut(
+        rows(4),
+        [rows(4), {"deep": rows(4)}],
+        target=Pair(rows(4), (rows(4),)),
+        mask=rows(4),
+        count=2,
+    )
+    part = batch.part(1)
+    want = rows(4)[2:]
+    assert torch.equal(part.args[0], want)
+    assert torch.equal(part.args[1][0], want)
+    assert torch.equal(part.args[1][1]["deep"], want)
+    assert torch.equal(part.kwargs["mask"], want)
+    assert isinstance(part.target, Pair)
+    assert torch.equal(part.target.left, want)
+    assert torch.equal(part.target.right[0], want)
+    assert part.rows == 2
+
+
+def test_plain_values_and_scalars_go_whole() -> None:
+    temperature = torch.tensor(0.5)
+    plain = (3, 2.5, True, None, "text", np.float32(1.5))
+    batch = cut(rows(4), temperature, *plain, target=None, count=2)
+    for index in range(2):
+        args, _ = batch.inputs(index)
+        assert args[1] is temperature
+        assert args[2:] == plain
+        assert batch.target(index) is None
+
+
+def test_replicated_leaves_go_whole_and_without_their_mark() -> None:
+    table, tree = rows(4), {"a": rows(3), "b": [rows(4), 7]}
+    batch = cut(rows(4), sl.replicate(table), count=2, tree=sl.replicate(tree))
+    for index in range(2):
+        args, kwargs = batch.inputs(index)
+        assert args[1] is table
+        assert kwargs["tree"] is tree
+
+
+def test_a_replicated_target_goes_whole() -> None:
+    target = {"prototypes": sl.replicate(rows(9)), "labels": rows(4)}
+    batch = cut(rows(4), target=target, count=2)
+    assert batch.target(1)["prototypes"] is target["prototypes"].value
+    assert torch.equal(batch.target(1)["labels"], rows(4)[2:])
+
+
+def test_replicating_twice_is_replicating() -> None:
+    mark = sl.replicate(rows(2))
+    assert sl.replicate(mark) is mark
+
+
+def test_a_mark_inside_a_mark_is_removed_too() -> None:
+    inner = rows(3)
+    batch = cut(rows(2), sl.replicate({"inner": sl.replicate(inner)}))
+    assert batch.inputs(0)[0][1]["inner"] is inner
+
+
+def test_the_whole_batch_has_no_marks() -> None:
+    x, table = rows(4), rows(9)
+    whole = cut(x, table=sl.replicate(table), target=x).whole
+    assert whole.args == (x,)
+    assert whole.kwargs == {"table": table}
+    assert whole.target is x
+    assert whole.rows == 4
+
+
+# batch_dims
+
+
+def test_dimensions_by_leaf_name() -> None:
+    x, mask, table = rows(4, 3), rows(3, 4), rows(1, 3)
+    dims = {"args[1]": 1, "kwargs['table']": None, "target.left[0]": -1}
+    batch = cut(x, mask, target=Pair([rows(2, 4)], 0), count=2, dims=dims, table=table)
+    args, kwargs = batch.inputs(1)
+    assert torch.equal(args[0], x[2:])
+    assert torch.equal(args[1], mask[:, 2:])
+    assert kwargs["table"] is table
+    assert torch.equal(batch.target(1).left[0], rows(2, 4)[:, 2:])
+
+
+def test_a_leaf_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    with pytest.raises(sl.BatchError) as caught:
+        cut(rows(4), mask=rows(4), dims={"arg[0]": 1, "kwargs['mask']": 0})
+    message = str(caught.value)
+    assert "batch_dims names 'arg[0]'" in message
+    assert "args[0], kwargs['mask']" in message
+
+
+@pytest.mark.parametrize("dim", [1, -2])
+def test_a_dimension_that_a_leaf_does_not_have(dim: int) -> None:
+    with pytest.raises(
+        sl.BatchError, match=rf"target has shape \(4,\).* no dimension {dim} .*batch"
+    ):
+        cut(rows(4, 4), target=rows(4), dims=dim)
+
+
+# What cannot be split
+
+
+def test_disagreement_names_both_leaves_and_the_ways_out() -> None:
+    with pytest.raises(sl.BatchError) as caught:
+        cut(rows(6), extra={"positions": rows(1, 5)})
+    message = str(caught.value)
+    for part in (
+        "kwargs['extra']['positions'] has 1 rows in dimension 0 (shape (1, 5))",
+        "args[0] says the batch has 6",
+        "sl.replicate(...)",
+        "batch_dims={\"kwargs['extra']['positions']\": ...}",
+    ):
+        assert part in message
+
+
+def test_an_empty_batch_is_refused() -> None:
+    with pytest.raises(sl.BatchError, match=r"args\[0\] says the batch has 0 rows: skip"):
+        cut(rows(0, 3))
+
+
+def test_a_numpy_array_is_refused_by_name() -> None:
+    with pytest.raises(sl.BatchError, match=r"target\['y'\] is a numpy array: pass torch.from_num"):
+        cut(rows(4), target={"y": np.zeros(4)})
+
+
+def test_a_batch_without_a_batch_dimension_is_refused() -> None:
+    with pytest.raises(sl.BatchError, match=r"at least one tensor .* got Tensor, int, NoneType"):
+        cut(torch.tensor(1.0), 3)
+
+
+# Merging
+
+
+def test_tensors_are_joined_along_the_batch() -> None:
+    x = rows(5, 2)
+    assert torch.equal(merge_outputs(list(x.split([3, 2])), [3, 2]), x)
+    assert torch.equal(merge_outputs(list(x.t().split([3, 2], 1)), [3, 2], 1), x.t())
+    assert torch.equal(merge_outputs(list(x.t().split([3, 2], 1)), [3, 2], -1), x.t())
+
+
+def test_structures_are_kept() -> None:
+    parts = [Pair({"a": rows(2)}, [rows(2)]), Pair({"a": rows(1)}, [rows(1)])]
+    merged = merge_outputs(parts, [2, 1])
+    assert isinstance(merged, Pair)
+    assert merged.left["a"].tolist() == [0.0, 1.0, 0.0]
+    assert merged.right[0].tolist() == [0.0, 1.0, 0.0]
+
+
+def test_output_dimensions_by_name() -> None:
+    parts = [{"t": rows(3, n), "whole": rows(n), "n": rows(n)} for n in (2, 1)]
+    merged = merge_outputs(parts, [2, 1], {"output['t']": 1, "output['whole']": None})
+    assert merged["t"].shape == (3, 3)
+    assert isinstance(merged["whole"], sl.PerMicrobatch)
+    assert merged["n"].shape == (3,)
+
+
+@pytest.mark.parametrize("value", [None, 3, "text", True, (1, "a")])
+def test_equal_plain_values_stay_one(value: object) -> None:
+    assert merge_outputs([value, value], [1, 1]) == value
+
+
+@pytest.mark.parametrize("values", [(1, 2), (1, True), (None, 0), ("a", "b")])
+def test_different_plain_values_come_one_per_microbatch(values: tuple[Any, Any]) -> None:
+    merged = merge_outputs(values, [1, 1])
+    assert isinstance(merged, sl.PerMicrobatch)
+    assert merged == list(values)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        (torch.tensor(1.0), torch.tensor(2.0)),  # no dimension to join along
+        (rows(7), rows(7)),  # not the size of a microbatch
+        (rows(2), None),  # a tensor here, none there
+        ((rows(2), rows(2)), rows(1)),  # another structure
+        ({"a": rows(2)}, {"b": rows(1)}),
+    ],
+)
+def test_what_cannot_be_joined_comes_one_per_microbatch(outputs: tuple[Any, Any]) -> None:
+    merged = merge_outputs(outputs, [2, 1])
+    assert isinstance(merged, sl.PerMicrobatch)
+    assert isinstance(merged, list)
+    assert all(got is want for got, want in zip(merged, outputs, strict=True))
+
+
+def test_one_microbatch_is_the_batch() -> None:
+    x = rows(3)
+    assert merge_outputs([{"x": x, "n": 1}], [3]) == {"x": x, "n": 1}
+
+
+def test_outputs_that_cannot_be_compared_come_one_per_microbatch() -> None:
+    """Asked whether two arrays, or two records of tensors, are equal, Python raises."""
+    arrays = (np.zeros(2), np.zeros(2))
+    assert merge_outputs(arrays, [2, 2]) == list(arrays)
+    records = (Opaque(rows(2)), Opaque(rows(2)))
+    merged = merge_outputs(records, [2, 2])
+    assert isinstance(merged, sl.PerMicrobatch)
+    assert merged[1] is records[1]
+
+
+@given(n=st.integers(1, 20), m=st.integers(1, 8), dim=st.integers(-2, 1))
+def test_what_is_split_and_merged_is_what_was_there(n: int, m: int, dim: int) -> None:
+    x = rows(n, n)
+    batch = cut(x, count=m, dims=dim)
+    parts = [batch.inputs(index)[0][0] for index in range(batch.count)]
+    assert torch.equal(merge_outputs(parts, batch.sizes, dim), x)
+
+
+# In a pipeline
+
+
+class Shift(nn.Module):
+    """A first stage with arguments of all sorts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, positions: Tensor, *, mask: Tensor, scale: float = 1.0) -> Any:
+        assert positions.shape == (1, 3)
+        assert mask.shape == (3, len(x))
+        return self.linear(x + positions) * mask.t() * scale, len(x)
+
+
+def test_arguments_of_all_sorts_reach_the_first_stage() -> None:
+    torch.manual_seed(0)
+    first, last = Shift(), nn.Linear(3, 2)
+    pipe = sl.Pipeline.from_stages(
+        [first, lambda pair: {"y": last(pair[0]), "n": pair[1]}],
+        num_microbatches=2,
+        batch_dims={"kwargs['mask']": 1},
+    ).eval()
+    x, positions, mask = torch.randn(5, 3), torch.randn(1, 3), torch.randn(3, 5)
+    out = pipe(x, sl.replicate(positions), mask=mask, scale=2.0)
+    want = [
+        last(first(x[a:b], positions, mask=mask[:, a:b], scale=2.0)[0]) for a, b in ((0, 3), (3, 5))
+    ]
+    assert torch.equal(out["y"], torch.cat(want))
+    assert isinstance(out["n"], sl.PerMicrobatch)
+    assert out["n"] == [3, 2]
+
+
+def test_a_batch_first_in_the_second_dimension() -> None:
+    """[time, batch, feature] all the way through, with one number for everything."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    pipe = sl.Pipeline(model, split=2, num_microbatches=3, batch_dims=1).eval()
+    x = torch.randn(6, 7, 3)
+    want = torch.cat([model(part) for part in x.tensor_split(3, 1)], 1)
+    assert torch.equal(pipe(x), want)
+
+
+def test_target_dimensions_do_not_stand_in_the_way_of_inference() -> None:
+    """A call has no target; that batch_dims names a leaf of it must not matter there."""
+    pipe = sl.Pipeline(
+        nn.Sequential(nn.Linear(2, 2)),
+        split=1,
+        num_microbatches=2,
+        loss_fn=lambda out, target: nn.functional.mse_loss(out, target["y"].t()),
+        batch_dims={"target['y']": 1},
+    )
+    pipe.step(rows(4, 2), target={"y": rows(2, 4)})
+    assert pipe.eval()(rows(4, 2)).shape == (4, 2)
+
+
+def test_a_dimension_for_an_output_that_does_not_exist_is_refused() -> None:
+    """Otherwise the slip goes unnoticed and the output is joined along dimension 0."""
+    pipe = sl.Pipeline.from_stages(
+        [lambda x: x.t()], num_microbatches=2, batch_dims={"output[0]": 1}
+    ).eval()
+    with pytest.raises(sl.BatchError, match=r"batch_dims names 'output\[0\]'.* output"):
+        pipe(rows(4, 2))
+
+
+# Bad calls
+
+
+def plain_pipe() -> sl.Pipeline:
+    return sl.Pipeline(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+        split=2,
+        num_microbatches=2,
+        loss_fn=nn.functional.mse_loss,
+    )
+
+
+@pytest.mark.parametrize("args", [(), (None,), (3, "text")])
+def test_a_step_without_a_tensor_says_who_needs_one(args: tuple[Any, ...]) -> None:
+    with pytest.raises(sl.BatchError, match=r"rank 0 holds stage 0 .* pass the batch, step\(x"):
+        plain_pipe().step(*args, target=rows(4, 2))
+
+
+def test_a_step_with_an_array_says_how_to_turn_it_into_a_tensor() -> None:
+    with pytest.raises(sl.BatchError, match=r"args\[0\] is a numpy array: pass torch.from_numpy"):
+        plain_pipe().step(np.zeros((4, 2), dtype=np.float32), target=rows(4, 2))
+
+
+def test_arguments_that_all_go_whole_leave_the_batch_to_the_target() -> None:
+    pipe = sl.Pipeline.from_stages(
+        [nn.Linear(2, 2)], num_microbatches=2, loss_fn=lambda out, target: (out - target).sum()
+    )
+    assert pipe.step(sl.replicate(rows(1, 2)), target=rows(4, 2)).num_microbatches == 2
+
+
+def test_a_batch_with_a_graph_behind_it_is_refused() -> None:
+    x = rows(4, 2).requires_grad_()
+    with pytest.raises(
+        sl.BatchError, match=r"graph behind it \(Mul.* pass it detached, or use out"
+    ):
+        plain_pipe().step(x * 2, target=rows(4, 2))
+
+
+@pytest.mark.parametrize("wrap", [sl.replicate, lambda leaf: sl.replicate({"leaf": leaf})])
+def test_a_replicated_argument_with_a_graph_behind_it_is_refused_too(wrap: Any) -> None:
+    """Else the second microbatch fails with torch's 'backward through the graph a second time'."""
+    weight = torch.ones(2, requires_grad=True)
+    pipe = sl.Pipeline.from_stages(
+        [lambda x, w: x * (w["leaf"] if isinstance(w, dict) else w), nn.Linear(2, 2)],
+        num_microbatches=2,
+        loss_fn=nn.functional.mse_loss,
+    )
+    with pytest.raises(sl.BatchError, match="graph behind it"):
+        pipe.step(rows(4, 2), wrap(weight.exp()), target=rows(4, 2))

@@ -1,0 +1,283 @@
+"""One rank per process: the same script, the loss on every rank, every process its own part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import stageline as sl
+from stageline.testing import RankPool
+
+pytestmark = pytest.mark.processes
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(8, 4), torch.randint(3, (8,))
+
+
+def pipeline(**settings: Any) -> sl.Pipeline:
+    return sl.Pipeline(
+        model(), split=2, num_microbatches=4, loss_fn=F.cross_entropy, timeout=20, **settings
+    )
+
+
+def _loss_on_every_rank(rank: int) -> tuple[float, str]:
+    pipe = pipeline()
+    x, y = batch()
+    result = pipe.step(x, target=y)
+    return result.loss.item(), repr(result)
+
+
+def test_the_loss_is_the_same_on_every_rank(two_ranks: RankPool) -> None:
+    x, y = batch()
+    wanted = sl.Pipeline(model(), split=2, num_microbatches=4, loss_fn=F.cross_entropy)
+    loss = wanted.step(x, target=y).loss.item()
+    answers = two_ranks.run(_loss_on_every_rank)
+    assert [answer[0] for answer in answers] == [loss, loss]
+    assert answers[0][1] == answers[1][1] == f"StepResult(loss={loss:.6g}, num_microbatches=4)"
+
+
+def _ask_on_one_rank_only(rank: int, who: int) -> list[float]:
+    pipe = pipeline()
+    x, y = batch()
+    losses = []
+    for _ in range(5):
+        result = pipe.step(x, target=y)
+        if rank == who:
+            losses.append(result.loss.item())
+    pipe.eval()
+    for _ in range(5):
+        result = pipe.step(x, target=y)
+        if rank == who:
+            losses.append(result.loss.item())
+    pipe.close()
+    return losses
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_asking_for_the_loss_on_one_rank_alone_never_hangs(who: int, two_ranks: RankPool) -> None:
+    answers = two_ranks.run(_ask_on_one_rank_only, who)
+    assert [len(answer) for answer in answers] == ([10, 0] if who == 0 else [0, 10])
+
+
+def _only_what_a_rank_needs(rank: int) -> tuple[float, list[list[float]]]:
+    pipe = pipeline()
+    x, y = batch()
+    loss = pipe.step(x if rank == 0 else None, target=y if rank == 1 else None).loss.item()
+    logits = pipe.eval()(x if rank == 0 else None)
+    return loss, logits.tolist()
+
+
+def _everything(rank: int) -> tuple[float, list[list[float]]]:
+    pipe = pipeline()
+    x, y = batch()
+    return pipe.step(x, target=y).loss.item(), pipe.eval()(x).tolist()
+
+
+def test_a_rank_may_be_given_only_what_it_needs(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_only_what_a_rank_needs) == two_ranks.run(_everything)
+
+
+def _middle_rank_without_batch(rank: int, rows: int) -> float:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    pipe = sl.Pipeline(layers, split=4, num_microbatches=6, loss_fn=F.mse_loss, timeout=20)
+    x, y = torch.randn(rows, 4), torch.randn(rows, 4)
+    if rank in (1, 2):
+        return pipe.step(None).loss.item()
+    return pipe.step(x, target=y).loss.item()
+
+
+@pytest.mark.parametrize("rows", [12, 7, 2])
+def test_middle_ranks_learn_the_number_of_microbatches(rows: int, four_ranks: RankPool) -> None:
+    """With 2 rows there are 2 microbatches instead of 6; a rank without a batch must know."""
+    losses = four_ranks.run(_middle_rank_without_batch, rows)
+    assert len(set(losses)) == 1
+
+
+def _outputs(rank: int, share: bool) -> Any:
+    pipe = pipeline(share_outputs=share, keep_outputs=True)
+    x, y = batch()
+    outputs = pipe.step(x, target=y).outputs
+    logits = pipe.eval()(x)
+    return [None if value is None else tuple(value.shape) for value in (outputs, logits)]
+
+
+def test_outputs_reach_every_rank_or_stay_on_the_last(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_outputs, True) == [[(8, 3)] * 2, [(8, 3)] * 2]
+    assert two_ranks.run(_outputs, False) == [[None, None], [(8, 3)] * 2]
+
+
+def _state(rank: int) -> tuple[list[str], bool]:
+    pipe = pipeline()
+    whole = {name: torch.full_like(value, 2) for name, value in model().state_dict().items()}
+    pipe.load_state_dict(whole)
+    mine = pipe.state_dict()
+    return list(mine), all(torch.equal(value, whole[name]) for name, value in mine.items())
+
+
+def test_every_process_has_its_part_of_the_state_under_original_names(two_ranks: RankPool) -> None:
+    (first, loaded_first), (second, loaded_second) = two_ranks.run(_state)
+    assert first + second == list(model().state_dict())
+    assert first
+    assert second
+    assert loaded_first
+    assert loaded_second
+
+
+def _strange_state(rank: int) -> str:
+    pipe = pipeline()
+    state = dict(model().state_dict())
+    del state["0.weight" if rank == 0 else "3.weight"]
+    state["4.weight"] = torch.zeros(1)
+    with pytest.raises(sl.StateError) as caught:
+        pipe.load_state_dict(state)
+    return str(caught.value)
+
+
+def test_a_state_that_does_not_fit_is_refused_where_it_matters(two_ranks: RankPool) -> None:
+    for name, message in zip(["0.weight", "3.weight"], two_ranks.run(_strange_state), strict=True):
+        assert f"{name} is missing" in message
+        assert "4.weight is not part of the model" in message
+
+
+def _own_stages_only(rank: int) -> tuple[float, list[str], str]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 8), nn.Linear(8, 3)]
+    pipe = sl.Pipeline.from_stages(
+        {rank: layers[rank]}, num_stages=2, num_microbatches=4, loss_fn=F.cross_entropy, timeout=20
+    )
+    x, y = batch()
+    loss = pipe.step(x, target=y).loss.item()
+    return loss, [name for name, _ in pipe.named_parameters()], repr(pipe)
+
+
+def test_from_stages_takes_only_the_stages_of_this_process(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_own_stages_only)
+    assert first[0] == second[0]
+    assert first[1] == ["0.weight", "0.bias"]
+    assert second[1] == ["1.weight", "1.bias"]
+    assert "in another process" in first[2]
+
+
+def _wrong_stages(rank: int) -> str:
+    with pytest.raises(sl.ConfigError) as caught:
+        sl.Pipeline.from_stages({1 - rank: nn.Linear(2, 2)}, num_stages=2)
+    return str(caught.value)
+
+
+def test_a_process_without_its_stage_is_told(two_ranks: RankPool) -> None:
+    for rank, message in enumerate(two_ranks.run(_wrong_stages)):
+        assert f"stages[{rank}]: rank {rank} holds this stage, but it was not given here" in message
+
+
+def _wrong_world(rank: int) -> list[str]:
+    messages = []
+    for settings in ({"ranks": 3}, {"split": 1}):
+        with pytest.raises(sl.ConfigError) as caught:
+            sl.Pipeline(model(), **{"split": 2, **settings})  # type: ignore[arg-type]
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_pipeline_that_does_not_fit_the_world_is_refused(two_ranks: RankPool) -> None:
+    for first, second in two_ranks.run(_wrong_world):
+        assert "ranks=3, but torchrun started 2 processes" in first
+        assert "2 ranks for 1 stages: every rank needs a stage" in second
+
+
+def _announced_only(rank: int) -> str:
+    """Rank 0 announces its step and stops there; what rank 1 finds is reported."""
+    pipe = pipeline()
+    x, y = batch()
+    runner = pipe._engine.runner
+    if rank == 0:
+        from stageline.running.timetable import Purpose
+
+        runner.begin(Purpose.TRAIN, lambda: 8)
+        pipe.close()
+        return ""
+    with pytest.raises(sl.PeerError) as caught:
+        pipe.step(x[:6], target=y[:6])
+    pipe.close()
+    return str(caught.value)
+
+
+def test_a_rank_with_another_batch_is_told_both_sizes(two_ranks: RankPool) -> None:
+    _, message = two_ranks.run(_announced_only)
+    assert "rank 1 was given another batch: 6 rows, and 8 on rank 0" in message
+
+
+def _bad_batch_on_the_first_rank(rank: int) -> str:
+    pipe = pipeline()
+    x, y = batch()
+    with pytest.raises(sl.StagelineError) as caught:
+        pipe.step(x[:0] if rank == 0 else x, target=y[:0] if rank == 0 else y)
+    message = f"{type(caught.value).__name__}: {caught.value}"
+    pipe.step(x, target=y)
+    pipe.close()
+    return message
+
+
+def test_a_step_that_cannot_begin_fails_on_every_rank_and_the_next_one_works(
+    two_ranks: RankPool,
+) -> None:
+    first, second = two_ranks.run(_bad_batch_on_the_first_rank)
+    assert first.startswith("BatchError: args[0] says the batch has 0 rows")
+    assert second.startswith("PeerError: rank 0 could not begin this step")
+
+
+def _another_mode(rank: int) -> str:
+    pipe = pipeline()
+    x, y = batch()
+    if rank == 0:
+        from stageline.running.timetable import Purpose
+
+        pipe._engine.runner.begin(Purpose.EVALUATE, lambda: 8)
+        pipe.close()
+        return ""
+    with pytest.raises(sl.PeerError) as caught:
+        pipe.step(x, target=y)
+    pipe.close()
+    return str(caught.value)
+
+
+def test_ranks_in_different_modes_are_told(two_ranks: RankPool) -> None:
+    _, message = two_ranks.run(_another_mode)
+    assert message.startswith("rank 1 is at a training step, rank 0 at an evaluation step")
+
+
+def _two_pipelines_take_turns(rank: int) -> list[float]:
+    pipes = [pipeline(), pipeline(schedule="gpipe")]
+    x, y = batch()
+    losses = [pipe.step(x, target=y).loss.item() for _ in range(3) for pipe in pipes]
+    for pipe in pipes:
+        pipe.close()
+    return losses
+
+
+def test_two_pipelines_do_not_disturb_each_other(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(_two_pipelines_take_turns)
+    assert first == second
+    assert first[0::2] == first[1::2]
+
+
+def _threads_inside_a_process(rank: int) -> float:
+    pipe = pipeline(transport="memory")
+    x, y = batch()
+    return pipe.step(x, target=y).loss.item()
+
+
+def test_threads_can_be_asked_for_under_torchrun(two_ranks: RankPool) -> None:
+    losses = two_ranks.run(_threads_inside_a_process)
+    assert losses[0] == losses[1]
