@@ -9,25 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import ConfigError
-from stageline.partitioning import Plan, StagePlan
 from stageline.partitioning.sharing import find_shared
 from stageline.partitioning.sources import StageLike, StageSource, cut_model, read_stages
 from stageline.partitioning.splits import Split
-from stageline.running import differentiable
+from stageline.planning import forecast
+from stageline.running import assembly, differentiable
 from stageline.running.engine import Engine
 from stageline.running.events import Observer
 from stageline.running.loss import LossFunction, LossRule
 from stageline.running.microbatches import BatchDims, LossReduction
-from stageline.running.program import StageProgram
 from stageline.running.result import StepResult
-from stageline.running.runner import ProcessRunner, Runner, ThreadRunner
+from stageline.running.runner import ThreadRunner
 from stageline.running.settings import Settings, WrapStage
-from stageline.running.stages import HeldStage, HeldStages, LoadedKeys
+from stageline.running.stages import LoadedKeys
 from stageline.running.transports.base import ThreadTransport
-from stageline.running.transports.memory import MemoryTransport
-from stageline.running.transports.process_group import ProcessGroupTransport
-from stageline.running.world import World
-from stageline.scheduling import Schedule, simulate
+from stageline.scheduling import Schedule
 
 
 class Pipeline:
@@ -181,7 +177,7 @@ class Pipeline:
             faults = rank_faults + (schedule_faults if not rank_faults else []) + device_faults
             faults += find_shared(held)
         if timetable is not None:
-            faults += _missing_stages(sources, timetable.schedule.placement, world)
+            faults += assembly.missing_stages(sources, timetable.schedule.placement, world)
         if faults:
             raise ConfigError(what, faults)
         assert timetable is not None
@@ -190,13 +186,13 @@ class Pipeline:
         here = tuple(range(num_ranks)) if world is None else (world.rank,)
         self._settings = settings
         self.training = True
-        self._stages = _hold(sources, placement, here, devices, settings.wrap_stage)
-        self.plan = _describe(sources, self._stages, placement, devices)
+        self._stages = assembly.hold(sources, placement, here, devices, settings.wrap_stage)
+        self.plan = assembly.describe(sources, self._stages, placement, devices)
         self.devices = tuple(devices)
         self._engine = Engine(
-            programs=_programs(self._stages, placement, devices, unpack_tuples),
+            programs=assembly.programs(self._stages, placement, devices, unpack_tuples),
             timetable=timetable,
-            runner=_runner(settings, world, num_ranks, placement[0], devices),
+            runner=assembly.runner_for(settings, world, num_ranks, placement[0], devices),
             loss_rule=LossRule(settings.loss_fn, settings.loss_reduction),
             batch_dims=settings.batch_dims,
             keeps_outputs=settings.keep_outputs,
@@ -234,7 +230,8 @@ class Pipeline:
         """
         engine, observer = self._engine, self._settings.observer
         in_one_process = isinstance(engine.runner, ThreadRunner)
-        if self.training and in_one_process and torch.is_grad_enabled():
+        trains = self.training and torch.is_grad_enabled() and self.schedule.has_backward
+        if trains and in_one_process:
             return differentiable.call(engine, args, kwargs, observer)
         return engine.infer(args, kwargs, observer)
 
@@ -283,109 +280,11 @@ class Pipeline:
     def __repr__(self) -> str:
         schedule, runner = self.schedule, self._engine.runner
         where = "threads of one process" if isinstance(runner, ThreadRunner) else "processes"
-        bubble = float(simulate(schedule).bubble)
+        weights = [stage.num_parameters for stage in self.plan.stages]
+        known = [weight for weight in weights if weight is not None]
+        outlook = f", {forecast(schedule, known)}" if len(known) == len(weights) else ""
         return (
             f"Pipeline: {self.plan.num_stages} stages on {runner.num_ranks} ranks ({where}), "
-            f"schedule {schedule.name}, {schedule.num_microbatches} microbatches, bubble "
-            f"{bubble:.0%} "
-            f"if stages take equally long\n{self.plan.table()}"
+            f"schedule {schedule.name}, {schedule.num_microbatches} microbatches{outlook}\n"
+            f"{self.plan.table()}"
         )
-
-
-def _missing_stages(
-    sources: Sequence[StageSource], placement: Sequence[int], world: World | None
-) -> list[str]:
-    """Return a fault for every stage that should live here and was not given."""
-    return [
-        f"stages[{index}]: rank {rank} holds this stage, but it was not given here"
-        for index, (source, rank) in enumerate(zip(sources, placement, strict=True))
-        if source.module is None and (world is None or world.rank == rank)
-    ]
-
-
-def _hold(
-    sources: Sequence[StageSource],
-    placement: Sequence[int],
-    here: Sequence[int],
-    devices: Sequence[torch.device],
-    wrap_stage: WrapStage | None,
-) -> HeldStages:
-    """Bring the stages of this process to their devices, and wrap them as the user wishes."""
-    held: list[HeldStage] = []
-    elsewhere: set[str] = set()
-    prefixes: list[str] = []
-    for index, (source, rank) in enumerate(zip(sources, placement, strict=True)):
-        if rank in here:
-            assert source.module is not None
-            original = source.module.to(devices[rank])
-            module = original if wrap_stage is None else wrap_stage(original, index)
-            held.append(HeldStage(index, source.prefix, original, module))
-        elif source.module is not None:
-            elsewhere.update(source.module.state_dict(prefix=source.prefix))
-        else:
-            prefixes.append(source.prefix)
-    return HeldStages(tuple(held), frozenset(elsewhere), tuple(prefixes))
-
-
-def _describe(
-    sources: Sequence[StageSource],
-    held: HeldStages,
-    placement: Sequence[int],
-    devices: Sequence[torch.device],
-) -> Plan:
-    modules = {stage.index: stage.module for stage in held.stages}
-    return Plan(
-        tuple(
-            StagePlan(
-                index=index,
-                rank=rank,
-                device=str(devices[rank]),
-                blocks=source.blocks,
-                module=modules.get(index),
-                num_parameters=None
-                if source.module is None
-                else sum(parameter.numel() for parameter in source.module.parameters()),
-            )
-            for index, (source, rank) in enumerate(zip(sources, placement, strict=True))
-        )
-    )
-
-
-def _programs(
-    held: HeldStages,
-    placement: Sequence[int],
-    devices: Sequence[torch.device],
-    unpack_tuples: bool,
-) -> dict[int, StageProgram]:
-    last = len(placement) - 1
-    return {
-        stage.index: StageProgram(
-            index=stage.index,
-            num_stages=len(placement),
-            module=stage.module,
-            device=devices[placement[stage.index]],
-            unpack_tuples=unpack_tuples,
-            next_is_local=stage.index < last
-            and placement[stage.index + 1] == placement[stage.index],
-            previous_is_local=stage.index > 0
-            and placement[stage.index - 1] == placement[stage.index],
-        )
-        for stage in held.stages
-    }
-
-
-def _runner(
-    settings: Settings,
-    world: World | None,
-    num_ranks: int,
-    first_rank: int,
-    devices: Sequence[torch.device],
-) -> Runner:
-    on_cpu = all(device.type == "cpu" for device in devices)
-    if world is None:
-        transport = settings.transport
-        if not isinstance(transport, ThreadTransport):
-            transport = MemoryTransport()
-        return ThreadRunner(num_ranks, transport, on_cpu=on_cpu)
-    group = ProcessGroupTransport(world.new_group(settings.timeout), timeout=settings.timeout)
-    return ProcessRunner(group, first_rank=first_rank, on_cpu=on_cpu)

@@ -43,6 +43,7 @@ def run_script(body: str, tmp_path: Path, timeout: float = 60) -> subprocess.Com
 
 
 def stageline_threads() -> list[str]:
+    gc.collect()  # pipelines of earlier tests may be waiting for it
     return [t.name for t in threading.enumerate() if t.name.startswith("stageline")]
 
 

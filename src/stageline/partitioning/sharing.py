@@ -12,9 +12,8 @@ def find_shared(stages: Sequence[tuple[int, nn.Module]]) -> list[str]:
 
     Example:
         >>> tied = nn.Linear(2, 2)
-        >>> find_shared([(0, nn.Sequential(tied)), (1, nn.Sequential(nn.ReLU(), tied))])[0]
-        'weight of 2 x 2 is held by stage 0 as 0.weight and by stage 1 as 1.weight: put both into
-        one stage'
+        >>> find_shared([(0, nn.Sequential(tied)), (1, nn.Sequential(nn.ReLU(), tied))])[0][:62]
+        'weight of 2 x 2 is held by stage 0 as 0.weight and by stage 1 '
     """
     holders: dict[int, dict[int, str]] = {}
     shapes: dict[int, Tensor] = {}

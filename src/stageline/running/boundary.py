@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from stageline.errors import EdgeError
 from stageline.running import torch_private as trees
 
 
@@ -63,6 +64,7 @@ def leave(value: Any) -> tuple[Packet, list[GradientEdge]]:
     differentiable = [False] * len(leaves)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
+            _refuse_hidden_tensors(leaf)
             continue
         if leaf.requires_grad:
             roots.append(gradient_edge(leaf))
@@ -71,6 +73,20 @@ def leave(value: Any) -> tuple[Packet, list[GradientEdge]]:
         # although this one has saved it, autograd notices, as it would in the plain model.
         leaves[index] = leaf.detach()
     return Packet(leaves, spec, differentiable), roots
+
+
+def _refuse_hidden_tensors(leaf: Any) -> None:
+    """A tensor inside an object that torch cannot open would take its graph along unseen."""
+    hidden = [name for name, value in getattr(leaf, "__dict__", {}).items() if _is_tensor(value)]
+    if hidden:
+        raise EdgeError(
+            f"a stage returned a {type(leaf).__name__} with tensors in {', '.join(hidden)}: "
+            "return a tuple or a dict, or register the class as a pytree node"
+        )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:

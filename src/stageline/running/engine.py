@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stageline.errors import BatchError, PipeError, StepError
+from stageline.errors import BatchError, PipeError, ScheduleError, StepError
 from stageline.running.boundary import Packet
 from stageline.running.events import Observer
 from stageline.running.executor import StepState
@@ -68,6 +68,11 @@ class Engine:
         observer: Observer | None,
     ) -> StepResult:
         """Run one training or evaluation step."""
+        if trains and not self.timetable.schedule.has_backward:
+            raise ScheduleError(
+                f"schedule {self.timetable.schedule.name!r} has no backward, so it cannot train: "
+                "call pipe.eval() for the loss alone, or choose another schedule"
+            )
         purpose = Purpose.TRAIN if trains else Purpose.EVALUATE
         with self._one_call_at_a_time():
             batch = self._cut(args, kwargs, target, purpose)

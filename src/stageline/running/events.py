@@ -14,8 +14,9 @@ class ActionDone:
         rank: Who ran it.
         action: Its text form, ``2F0``.
         position: Its place in the rank's row.
-        start: Clock reading before it began, waits for its inputs included.
+        start: Clock reading when its turn came.
         end: Clock reading after it ended.
+        waited: Seconds of these in which it waited for its input to arrive.
     """
 
     rank: int
@@ -23,6 +24,7 @@ class ActionDone:
     position: int
     start: float
     end: float
+    waited: float
 
 
 Observer = Callable[[ActionDone], None]

@@ -45,6 +45,7 @@ class StepState:
         outputs: Output of each microbatch, detached, where the caller wants it.
         endpoint: This rank's side of the transport; the runner sets it when rows begin.
         autocast: The device types for which forward runs under autocast.
+        waited: Seconds spent waiting for packets in the current action; None if nobody observes.
     """
 
     endpoint: Endpoint
@@ -72,6 +73,16 @@ class StepState:
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Packet] = {}
         self.autocast: list[str] = []
+        self.waited: float | None = None
+
+
+def _wait(state: StepState, receipt: Receipt) -> Packet:
+    if state.waited is None:
+        return receipt.wait()
+    start = time.perf_counter()
+    packet = receipt.wait()
+    state.waited += time.perf_counter() - start
+    return packet
 
 
 def _forward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:
@@ -79,7 +90,7 @@ def _forward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -
     if program.is_first:
         output = program.call_first(*state.microbatches.inputs(microbatch))
     else:
-        packet = state.arrivals.pop((stage, microbatch)).wait()
+        packet = _wait(state, state.arrivals.pop((stage, microbatch)))
         value, slot = enter(program.accept(packet))
         del packet
         if slot is not None:
@@ -128,7 +139,7 @@ def _finish(state: StepState, program: StageProgram, microbatch: int, output: An
 def _backward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:
     program = state.programs[stage]
     key = (stage, microbatch)
-    packet = program.accept(state.gradients.pop(key).wait())
+    packet = program.accept(_wait(state, state.gradients.pop(key)))
     pairs = [
         (root, gradient)
         for root, gradient in zip(state.roots.pop(key), packet.leaves, strict=True)
@@ -241,13 +252,15 @@ def _observed(
 ) -> Observer | None:
     """Run one action and tell the observer; one that raises is logged and dropped, not obeyed."""
     handler, stage, microbatch, edge = row.steps[position]
+    state.waited = 0.0
     start = time.perf_counter()
     handler(state, stage, microbatch, edge)
     end = time.perf_counter()
     if observer is None:
         return None
     try:
-        observer(ActionDone(row.rank, str(row.actions[position]), position, start, end))
+        action = str(row.actions[position])
+        observer(ActionDone(row.rank, action, position, start, end, state.waited))
     except Exception as error:
         log.warning(row.rank, f"the observer raised {error!r} and is not asked again in this step")
         return None

@@ -168,9 +168,12 @@ class ProcessRunner(Runner):
         assert self._endpoint is not None
         state.endpoint = self._endpoint
         before = use_threads(share_of_cores()) if self._on_cpu else torch.get_num_threads()
+        patience = self._transport.patience
+        patience[0], usual = 0.0, patience[0]
         try:
             with step_modes(state.builds_graph):
                 run_row(rows[self.rank], state, observer)
+            patience[0] = usual
         finally:
             use_threads(before)
 

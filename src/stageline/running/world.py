@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import os
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -35,8 +35,8 @@ class World:
         limit = timedelta(seconds=timeout)
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=limit)
-            # atexit runs last in, first out: pipelines close before their world does.
-            atexit.register(_leave)
+            # Finalizers run last made, first run: pipelines close before their world does.
+            weakref.finalize(dist, _leave)
         group = dist.new_group(backend="gloo", timeout=limit)
         assert isinstance(group, dist.ProcessGroup)
         return group

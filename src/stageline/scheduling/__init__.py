@@ -4,11 +4,13 @@
     schedule.py    the rows of all ranks, as integer arrays
     text.py        a schedule as text, and back
     schedules/     the families: gpipe, 1f1b, sequential, forward-only
+    passes.py      a schedule in, another one out
     work.py        what waits for what
     walk.py        an order in which everything can run, or the deadlock explained
     costs.py       how long actions take
     simulator.py   when everything happens
     transfers.py   sends and receives, in one order that cannot deadlock
+    ledger.py      where each action stands
     checking.py    every fault of a schedule at once; checking_transfers.py: those of its transfers
     drawing.py     a schedule drawn for the terminal
 

@@ -134,9 +134,7 @@ def _before(work: Work) -> list[int]:
 
 
 def _lags(work: Work, latency: Number) -> list[Number]:
-    # NOTHING picks the last action's rank here; the mask takes that out again.
-    crosses = (work.waits >= 0) & (work.ranks[work.waits] != work.ranks)
-    return [latency if cross else 0 for cross in crosses.tolist()]
+    return [latency if crosses else 0 for crosses in work.crossing().tolist()]
 
 
 def _durations(work: Work, costs: Costs) -> list[Number]:

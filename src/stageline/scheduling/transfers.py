@@ -53,7 +53,7 @@ def order_transfers(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     times = Times.of(work, order, costs or Costs())
     clock, turn = _clock(order, times), _turn(order)
 
-    used = np.flatnonzero((work.waits >= 0) & (work.ranks[work.waits] != work.ranks))
+    used = np.flatnonzero(work.crossing())
     made = work.waits[used]
     sends = _transfers(work, at=made, peer=used, forward=Kind.SEND_FORWARD)
     receives = _transfers(work, at=used, peer=made, forward=Kind.RECEIVE_FORWARD)

@@ -86,6 +86,12 @@ class Work:
             num_stages=schedule.num_stages,
         )
 
+    def crossing(self) -> Booleans:
+        """Return, for each action, whether it waits for one of another rank."""
+        # NOTHING and MISSING pick some rank from the end here; the first condition drops them.
+        crosses: Booleans = (self.waits >= 0) & (self.ranks[self.waits] != self.ranks)
+        return crosses
+
     def text(self, index: int) -> str:
         """Return the text form of one action."""
         kind, stage, microbatch, _ = self.rows[index].tolist()

@@ -60,8 +60,10 @@ class ProcessGroupTransport:
             daemon=True,
         )
         reaper.start()
-        # What was sent last must arrive, also when the script ends right after.
-        self.close = weakref.finalize(self, _drain, self._outbox, reaper, timeout)
+        # What was sent last must arrive, also when the script ends right after; but after a failure
+        # peers may never take it, and nobody should wait for them: the runner sets this to 0.
+        self.patience = [timeout]
+        self.close = weakref.finalize(self, _drain, self._outbox, reaper, self.patience)
 
     def open(self, *, window: int | None) -> ProcessGroupEndpoint:
         """Begin a step; ranks count alike, so messages of different steps never match."""
@@ -145,9 +147,11 @@ def _finish_sends(rank: int, outbox: SimpleQueue[_Shipment | None], timeout: tim
         del shipment
 
 
-def _drain(outbox: SimpleQueue[_Shipment | None], reaper: threading.Thread, timeout: float) -> None:
+def _drain(
+    outbox: SimpleQueue[_Shipment | None], reaper: threading.Thread, patience: list[float]
+) -> None:
     outbox.put(None)
-    reaper.join(timeout)
+    reaper.join(patience[0])
 
 
 def _body_tag(letter: str, sequence: int) -> int:

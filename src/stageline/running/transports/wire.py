@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from stageline.running.transports.base import Edge
 HEADER_BYTES = 1024
 _LENGTH_BYTES = 4
 _ALIGNMENT = 64
+# Exactly these: a subclass (an IntEnum, a numpy float) would arrive as something else.
 _PLAIN = (type(None), bool, int, float, str)
 
 _DTYPES = {
@@ -107,6 +109,8 @@ class Layout:
 
     def rebuild(self, received: Tensor) -> Tensor:
         """Return the tensor whose bytes these are, on top of them where it is dense."""
+        if not self.num_bytes:
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
         typed = received.view(self.dtype)
         order = self.order
         dense = typed.view([self.core[dim] for dim in order]).permute(_inverse(order))
@@ -162,7 +166,7 @@ def encode(packet: Packet, edge: Edge, epoch: int) -> Encoded:
             layout = Layout.of(plain)
             leaves.append({"tensor": layout.to_json()})
             tensors.append(layout.flatten(plain))
-        elif isinstance(leaf, _PLAIN):
+        elif type(leaf) in _PLAIN:
             leaves.append({"value": leaf})
         else:
             raise EdgeError(
@@ -200,13 +204,21 @@ def _on_the_wire(tensor: Tensor, edge: Edge, index: int) -> Tensor:
 
 def _dump_spec(spec: trees.TreeSpec, edge: Edge) -> str:
     try:
-        return trees.treespec_dumps(spec)
+        text = trees.treespec_dumps(spec)
+        if _load_spec(text) != spec:  # a tuple as key of a dict would come back as a list
+            raise ValueError("it does not survive the way through JSON")
+        return text
     except Exception as cause:
         raise EdgeError(
             f"edge {edge}: the structure {spec} cannot cross between processes ({cause}): use "
             "tuples, "
             "lists and dicts, or register the class with a serialized_type_name"
         ) from cause
+
+
+@lru_cache(maxsize=256)
+def _load_spec(text: str) -> trees.TreeSpec:
+    return trees.treespec_loads(text)
 
 
 def _arrange(text: bytes, tensors: list[Tensor]) -> Encoded:
@@ -286,7 +298,7 @@ def decode(first: Tensor, rest: Tensor | None) -> Header:
     return Header(
         edge=tuple(fields["edge"]),
         epoch=fields["epoch"],
-        spec=None if spec is None else trees.treespec_loads(spec),
+        spec=None if spec is None else _load_spec(spec),
         differentiable=fields["differentiable"],
         leaves=[
             Layout.from_json(leaf["tensor"]) if "tensor" in leaf else leaf["value"]
