@@ -17,6 +17,7 @@ happened while the pipeline ran. Wrong arithmetic of our own is an ``assert``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class StagelineError(Exception):
@@ -33,9 +34,13 @@ class ConfigError(StagelineError, ValueError):
     """
 
     def __init__(self, what: str, findings: Sequence[str]) -> None:
+        self.what = what
         self.findings = tuple(findings)
         bullets = "".join(f"\n  - {finding}" for finding in findings)
         super().__init__(f"{what} cannot be built:{bullets}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.what, self.findings))
 
 
 class ScheduleError(StagelineError, ValueError):
@@ -75,13 +80,18 @@ class StepError(PipeError):
         super().__init__(rank, stage, microbatch, action)
 
     def __str__(self) -> str:
-        where = (
-            f"rank {self.rank}, stage {self.stage}, microbatch {self.microbatch}: "
-            f"action {self.action} failed"
-        )
+        where = f"rank {self.rank}, stage {self.stage}, microbatch {self.microbatch}"
         cause = self.__cause__
-        what = "" if cause is None else f": {type(cause).__name__}: {cause}"
-        return f"{where}{what}{self.hint and ' ' + self.hint}"
+        why = "" if cause is None else f": {type(cause).__name__}: {cause}"
+        return f"{where}: action {self.action} failed{why}{self.hint and ' ' + self.hint}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The cause stays behind, as it does with every exception that is pickled.
+        return (_step_error, (self.rank, self.stage, self.microbatch, self.action, self.hint))
+
+
+def _step_error(rank: int, stage: int, microbatch: int, action: str, hint: str) -> StepError:
+    return StepError(rank=rank, stage=stage, microbatch=microbatch, action=action, hint=hint)
 
 
 class EdgeError(PipeError):

@@ -26,6 +26,7 @@ def configure() -> None:
         return
     _logger.setLevel(wanted.upper())
     if not _logger.handlers:
+        _logger.propagate = False  # or a handler of the user's would show every line again
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("stageline %(levelname)s: %(message)s"))
         _logger.addHandler(handler)

@@ -107,7 +107,7 @@ class Pipeline:
         sources, faults = cut_model(
             model, self._default_split(settings) if split is None else split
         )
-        self._assemble("sl.Pipeline", sources, settings, faults, unpack_tuples=False)
+        self._assemble("sl.Pipeline", sources, settings, faults)
 
     @staticmethod
     def _default_split(settings: Settings) -> int | None:
@@ -142,57 +142,42 @@ class Pipeline:
                 next.
             settings: All other keyword arguments of ``Pipeline``, from ``num_microbatches`` on.
         """
+        unknown = [name for name in settings if name not in Settings.__dataclass_fields__]
+        if unknown:
+            raise TypeError(f"from_stages() got an unexpected keyword argument {unknown[0]!r}")
         sources, faults = read_stages(stages, num_stages)
         pipe = cls.__new__(cls)
         pipe._assemble(
             "sl.Pipeline.from_stages",
             sources,
-            Settings(**settings),
+            Settings(**settings, unpack_tuples=unpack_tuples),
             faults,
-            unpack_tuples=unpack_tuples,
         )
         return pipe
 
     def _assemble(
-        self,
-        what: str,
-        sources: Sequence[StageSource],
-        settings: Settings,
-        faults: list[str],
-        *,
-        unpack_tuples: bool,
+        self, what: str, sources: Sequence[StageSource], settings: Settings, faults: list[str]
     ) -> None:
         """Check everything and report all faults at once; then build plan and engine."""
         world = settings.world()
-        faults = faults + settings.find_faults()
-        num_ranks, timetable = 0, None
-        devices: list[torch.device] = []
-        if not faults:
-            num_ranks, rank_faults = settings.num_ranks(len(sources), world)
-            timetable, schedule_faults = settings.timetable(len(sources), num_ranks)
-            devices, device_faults = settings.rank_devices(num_ranks, world)
-            held = [
-                (i, source.module) for i, source in enumerate(sources) if source.module is not None
-            ]
-            faults = rank_faults + (schedule_faults if not rank_faults else []) + device_faults
-            faults += find_shared(held)
-        if timetable is not None:
-            faults += assembly.missing_stages(sources, timetable.schedule.placement, world)
-        if faults:
+        held = [(i, source.module) for i, source in enumerate(sources) if source.module is not None]
+        faults = [*faults, *find_shared(held), *settings.find_faults()]
+        parts = None
+        if sources:
+            parts, more = assembly.fit(sources, settings, world, settings_are_right=not faults)
+            faults += more
+        if faults or parts is None:
             raise ConfigError(what, faults)
-        assert timetable is not None
 
-        placement = timetable.schedule.placement
-        here = tuple(range(num_ranks)) if world is None else (world.rank,)
         self._settings = settings
         self.training = True
-        self._stages = assembly.hold(sources, placement, here, devices, settings.wrap_stage)
-        self.plan = assembly.describe(sources, self._stages, placement, devices)
-        self.devices = tuple(devices)
+        self._stages = assembly.hold(sources, parts, settings.wrap_stage, what)
+        self.plan = assembly.describe(sources, self._stages, parts)
+        self.devices = tuple(parts.devices)
         self._engine = Engine(
-            programs=assembly.programs(self._stages, placement, devices, unpack_tuples),
-            timetable=timetable,
-            runner=assembly.runner_for(settings, world, num_ranks, placement[0], devices),
+            programs=assembly.programs(self._stages, parts, settings.unpack_tuples),
+            timetable=parts.timetable,
+            runner=assembly.runner_for(settings, world, parts),
             loss_rule=LossRule(settings.loss_fn, settings.loss_reduction),
             batch_dims=settings.batch_dims,
             keeps_outputs=settings.keep_outputs,

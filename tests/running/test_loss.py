@@ -125,6 +125,16 @@ def test_token_means_with_ignored_labels(n: int, m: int) -> None:
         torch.testing.assert_close(parameter.grad, other.grad)
 
 
+def test_a_microbatch_that_weighs_nothing_adds_nothing() -> None:
+    """The mean over no labels is nan, and 0 * nan is nan: one padded microbatch spoilt the loss."""
+    x, y = batch(8)
+    y[4:] = IGNORED
+    pipe = sl.Pipeline(
+        mlp(), split=2, num_microbatches=2, loss_fn=F.cross_entropy, loss_reduction=token_share
+    )
+    torch.testing.assert_close(pipe.step(x, target=y).loss, F.cross_entropy(mlp()(x), y).detach())
+
+
 def test_a_weight_sees_arguments_and_rows() -> None:
     seen: list[tuple[int, int, int, int]] = []
 

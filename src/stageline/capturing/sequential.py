@@ -43,6 +43,7 @@ def is_plain_sequential(module: nn.Module) -> bool:
     return (
         isinstance(module, nn.Sequential)
         and type(module).forward is nn.Sequential.forward
+        and "forward" not in vars(module)  # some libraries replace it on the object
         and not has_hooks(module)
     )
 

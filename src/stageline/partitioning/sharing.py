@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 
@@ -19,7 +20,9 @@ def find_shared(stages: Sequence[tuple[int, nn.Module]]) -> list[str]:
     shapes: dict[int, Tensor] = {}
     for index, module in stages:
         for name, tensor in _tensors(module).items():
-            key = id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
+            # By address, not by storage: neighbours in one flat vector are not tied.
+            has_address = tensor.layout is torch.strided and not tensor.is_meta
+            key = tensor.data_ptr() if has_address else id(tensor)
             if tensor.numel():
                 holders.setdefault(key, {}).setdefault(index, name)
                 shapes.setdefault(key, tensor)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from stageline.capturing.sequential import capture_sequential, has_hooks, is_plain_sequential
 from stageline.partitioning import splits
@@ -68,17 +69,36 @@ def _model_faults(model: object) -> list[str]:
         return [f"model: wanted an nn.Sequential, got {type(model).__name__}: {wanted}"]
     if has_hooks(model):
         return [
-            "model: it has hooks of its own, which no stage would call: remove them, or put "
-            "them on its "
-            "children"
+            "model: it has hooks of its own, which no stage would call: remove them, or put them "
+            "on its children"
         ]
     if not is_plain_sequential(model):
-        return [
-            f"model: {type(model).__name__} has a forward of its own, which cannot be cut: {wanted}"
-        ]
+        name = type(model).__name__
+        return [f"model: {name} has a forward of its own, which cannot be cut: {wanted}"]
     if not len(model):
         return ["model: it has no children"]
-    return []
+    own = [*model._parameters, *model._buffers]
+    if own:
+        return [
+            f"model: it holds {', '.join(own)} itself, which would belong to no stage: move it "
+            "into one of its children"
+        ]
+    return _material_faults("", model)
+
+
+def _material_faults(prefix: str, module: nn.Module) -> list[str]:
+    """Return a fault for every tensor that does not exist yet."""
+    faults = []
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            faults.append(
+                f"{prefix}{name} is uninitialized (a lazy layer): call the model on a batch first"
+            )
+        elif tensor.is_meta:
+            faults.append(
+                f"{prefix}{name} is on the meta device: materialise the model first, to_empty(...)"
+            )
+    return faults
 
 
 def read_stages(
@@ -88,32 +108,62 @@ def read_stages(
     listed, faults = _listed(stages, num_stages)
     sources = []
     for index, stage in enumerate(listed):
-        if stage is not None and not callable(stage):
-            faults.append(
-                f"stages[{index}]: wanted a module or a function, got {type(stage).__name__}"
-            )
-            continue
-        sources.append(_source(index, stage))
+        wrong = _stage_faults(index, stage)
+        faults += wrong
+        if not wrong:
+            sources.append(_source(index, stage))
     return sources, faults
 
 
-def _listed(stages: Any, num_stages: int | None) -> tuple[list[StageLike | None], list[str]]:
+def _stage_faults(index: int, stage: object) -> list[str]:
+    where = f"stages[{index}]"
+    if stage is None:
+        return []
+    if isinstance(stage, nn.Module):
+        return _material_faults(f"{where}: ", stage)
+    if isinstance(stage, type):
+        name = stage.__name__
+        return [f"{where}: wanted a module or a function, got the class {name}: write {name}()"]
+    owner = getattr(stage, "__self__", None)
+    if isinstance(owner, nn.Module):
+        return [
+            f"{where}: a method of a {type(owner).__name__}, whose parameters nobody would find: "
+            "pass the module itself"
+        ]
+    if not callable(stage):
+        return [f"{where}: wanted a module or a function, got {type(stage).__name__}"]
+    return []
+
+
+def _listed(stages: Any, num_stages: object) -> tuple[list[StageLike | None], list[str]]:
+    if num_stages is not None and (isinstance(num_stages, bool) or not isinstance(num_stages, int)):
+        return [], [f"num_stages={num_stages!r}: wanted a whole number of at least 1"]
+    if isinstance(num_stages, int) and num_stages < 1:
+        return [], [f"num_stages={num_stages}: wanted a whole number of at least 1"]
+    if isinstance(stages, Mapping):
+        return _listed_mapping(stages, num_stages)
     if isinstance(stages, nn.Module) and not isinstance(stages, (nn.Sequential, nn.ModuleList)):
         return [], ["stages: wanted a list of stages, got one module: put it into a list"]
-    if isinstance(stages, Mapping):
-        if not isinstance(num_stages, int):
-            return [], [
-                "stages: a mapping names only some stages: say how many there are, num_stages=4"
-            ]
-        strange = [key for key in stages if not isinstance(key, int) or not 0 <= key < num_stages]
-        faults = [f"stages: {key!r} is no stage of 0..{num_stages - 1}" for key in strange]
-        return [stages.get(index) for index in range(num_stages)], faults
+    if isinstance(stages, str) or not isinstance(stages, Iterable):
+        return [], [f"stages: wanted a list of stages, got {type(stages).__name__}"]
     listed = list(stages)
     if not listed:
         return [], ["stages: the list is empty"]
     if num_stages not in (None, len(listed)):
         return listed, [f"stages: the list has {len(listed)} entries, num_stages={num_stages}"]
     return listed, []
+
+
+def _listed_mapping(
+    stages: Mapping[int, StageLike], num_stages: int | None
+) -> tuple[list[StageLike | None], list[str]]:
+    if num_stages is None:
+        return [], [
+            "stages: a mapping names only some stages: say how many there are, num_stages=4"
+        ]
+    strange = [key for key in stages if not isinstance(key, int) or not 0 <= key < num_stages]
+    faults = [f"stages: {key!r} is no stage of 0..{num_stages - 1}" for key in strange]
+    return [stages.get(index) for index in range(num_stages)], faults
 
 
 def _source(index: int, stage: StageLike | None) -> StageSource:

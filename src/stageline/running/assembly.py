@@ -3,22 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from stageline.errors import ConfigError
 from stageline.partitioning import Plan, StagePlan
 from stageline.partitioning.sources import StageSource
 from stageline.running.program import StageProgram
 from stageline.running.runner import ProcessRunner, Runner, ThreadRunner
 from stageline.running.settings import Settings, WrapStage
 from stageline.running.stages import HeldStage, HeldStages
+from stageline.running.timetable import Timetable
 from stageline.running.transports.base import ThreadTransport
 from stageline.running.transports.memory import MemoryTransport
 from stageline.running.transports.process_group import ProcessGroupTransport
 from stageline.running.world import World
 
 
-def missing_stages(
+@dataclass(frozen=True)
+class Parts:
+    """What fits together: the schedule, the device of each rank, and the ranks of this process."""
+
+    timetable: Timetable
+    devices: list[torch.device]
+    ranks_here: tuple[int, ...]
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        return self.timetable.schedule.placement
+
+    def device_of(self, stage: int) -> torch.device:
+        return self.devices[self.placement[stage]]
+
+
+def fit(
+    sources: Sequence[StageSource],
+    settings: Settings,
+    world: World | None,
+    *,
+    settings_are_right: bool,
+) -> tuple[Parts | None, list[str]]:
+    """Fit settings and stages together; return what does not."""
+    if not settings_are_right:
+        # Half of the questions make no sense then; the number of ranks can still be judged.
+        readable = not settings.number_faults()
+        return None, settings.num_ranks(len(sources), world)[1] if readable else []
+    num_ranks, faults = settings.num_ranks(len(sources), world)
+    devices, device_faults = settings.rank_devices(num_ranks, world)
+    timetable = None
+    if not faults:
+        timetable, faults = settings.timetable(len(sources), num_ranks)
+    faults = faults + device_faults
+    if timetable is not None:
+        faults += _missing_stages(sources, timetable.schedule.placement, world)
+    if faults or timetable is None:
+        return None, faults
+    here = tuple(range(num_ranks)) if world is None else (world.rank,)
+    return Parts(timetable, devices, here), []
+
+
+def _missing_stages(
     sources: Sequence[StageSource], placement: Sequence[int], world: World | None
 ) -> list[str]:
     """Return a fault for every stage that should live here and was not given."""
@@ -30,21 +76,21 @@ def missing_stages(
 
 
 def hold(
-    sources: Sequence[StageSource],
-    placement: Sequence[int],
-    here: Sequence[int],
-    devices: Sequence[torch.device],
-    wrap_stage: WrapStage | None,
+    sources: Sequence[StageSource], parts: Parts, wrap_stage: WrapStage | None, what: str
 ) -> HeldStages:
     """Bring the stages of this process to their devices, and wrap them as the user wishes."""
     held: list[HeldStage] = []
     elsewhere: set[str] = set()
     prefixes: list[str] = []
-    for index, (source, rank) in enumerate(zip(sources, placement, strict=True)):
-        if rank in here:
+    for index, (source, rank) in enumerate(zip(sources, parts.placement, strict=True)):
+        if rank in parts.ranks_here:
             assert source.module is not None
-            original = source.module.to(devices[rank])
+            original = source.module.to(parts.device_of(index))
             module = original if wrap_stage is None else wrap_stage(original, index)
+            if not isinstance(module, nn.Module):
+                got = type(module).__name__
+                finding = f"wrap_stage returned for stage {index}: wanted a module, got {got}"
+                raise ConfigError(what, [finding])
             held.append(HeldStage(index, source.prefix, original, module))
         elif source.module is not None:
             elsewhere.update(source.module.state_dict(prefix=source.prefix))
@@ -53,43 +99,36 @@ def hold(
     return HeldStages(tuple(held), frozenset(elsewhere), tuple(prefixes))
 
 
-def describe(
-    sources: Sequence[StageSource],
-    held: HeldStages,
-    placement: Sequence[int],
-    devices: Sequence[torch.device],
-) -> Plan:
+def describe(sources: Sequence[StageSource], held: HeldStages, parts: Parts) -> Plan:
+    """Return the plan, for people and for the forecast."""
     modules = {stage.index: stage.module for stage in held.stages}
     return Plan(
         tuple(
             StagePlan(
                 index=index,
                 rank=rank,
-                device=str(devices[rank]),
+                device=str(parts.devices[rank]),
                 blocks=source.blocks,
                 module=modules.get(index),
                 num_parameters=None
                 if source.module is None
                 else sum(parameter.numel() for parameter in source.module.parameters()),
             )
-            for index, (source, rank) in enumerate(zip(sources, placement, strict=True))
+            for index, (source, rank) in enumerate(zip(sources, parts.placement, strict=True))
         )
     )
 
 
-def programs(
-    held: HeldStages,
-    placement: Sequence[int],
-    devices: Sequence[torch.device],
-    unpack_tuples: bool,
-) -> dict[int, StageProgram]:
+def programs(held: HeldStages, parts: Parts, unpack_tuples: bool) -> dict[int, StageProgram]:
+    """Return what the executor runs for each stage of this process."""
+    placement = parts.placement
     last = len(placement) - 1
     return {
         stage.index: StageProgram(
             index=stage.index,
             num_stages=len(placement),
             module=stage.module,
-            device=devices[placement[stage.index]],
+            device=parts.device_of(stage.index),
             unpack_tuples=unpack_tuples,
             next_is_local=stage.index < last
             and placement[stage.index + 1] == placement[stage.index],
@@ -100,18 +139,13 @@ def programs(
     }
 
 
-def runner_for(
-    settings: Settings,
-    world: World | None,
-    num_ranks: int,
-    first_rank: int,
-    devices: Sequence[torch.device],
-) -> Runner:
-    on_cpu = all(device.type == "cpu" for device in devices)
+def runner_for(settings: Settings, world: World | None, parts: Parts) -> Runner:
+    """Return who plays the ranks: threads of this process, or this process as one of many."""
+    on_cpu = all(device.type == "cpu" for device in parts.devices)
     if world is None:
         transport = settings.transport
         if not isinstance(transport, ThreadTransport):
             transport = MemoryTransport()
-        return ThreadRunner(num_ranks, transport, on_cpu=on_cpu)
+        return ThreadRunner(transport, placement=parts.placement, on_cpu=on_cpu)
     group = ProcessGroupTransport(world.new_group(settings.timeout), timeout=settings.timeout)
-    return ProcessRunner(group, first_rank=first_rank, on_cpu=on_cpu)
+    return ProcessRunner(group, placement=parts.placement, on_cpu=on_cpu)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,12 +17,17 @@ from stageline.running.boundary import Packet
 from stageline.running.events import Observer
 from stageline.running.executor import StepState
 from stageline.running.loss import LossRule
-from stageline.running.microbatches import BatchDims, Microbatches, merge_outputs
+from stageline.running.microbatches import (
+    BatchDims,
+    Microbatches,
+    Replicated,
+    merge_outputs,
+)
 from stageline.running.program import StageProgram
 from stageline.running.result import StepResult
 from stageline.running.runner import Runner
 from stageline.running.timetable import Purpose, Timetable, halves
-from stageline.running.torch_private import tree_flatten
+from stageline.running.torch_private import run_backward, tree_flatten
 from stageline.running.transports.base import Arrived
 
 
@@ -79,7 +85,9 @@ class Engine:
             states = self._states(batch, purpose, self.loss_rule)
             with self._gradients_undone_on_failure(purpose):
                 self.runner.run(self.timetable.rows(batch.count, purpose), states, observer)
-            last = states.get(self._last_rank)
+            first, last = states.get(self._placement[0]), states.get(self._last_rank)
+            if first is not None:
+                _accumulate(first)
             loss = self.runner.share(
                 "L", None if last is None else _total(last.losses), owner=self._last_rank
             )
@@ -109,12 +117,18 @@ class Engine:
             outputs = states[self._last_rank].outputs
             packets = [outputs.pop(index) for index in range(batch.count)]
 
-        def backward(gradients: Sequence[Sequence[Tensor | None]]) -> None:
+        seen = [(leaf, _version(leaf)) for leaf in batch.tensors()]
+
+        def backward(gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
             if not states:
                 raise PipeError(
                     "the graphs of this call are gone: it was differentiated before. Call the "
-                    "pipeline "
-                    "again; retain_graph=True does not reach into it"
+                    "pipeline again; retain_graph=True does not reach into it"
+                )
+            if any(_version(leaf) != version for leaf, version in seen):
+                raise PipeError(
+                    "the batch was modified in place between the call and its backward, which "
+                    "needs it as it was: pass a copy, or change it later"
                 )
             mine = dict(states)
             states.clear()
@@ -124,8 +138,10 @@ class Engine:
                 last.gradients[key] = Arrived(Packet(list(of_microbatch)))
             with self._one_call_at_a_time(), self._gradients_undone_on_failure(purpose):
                 self.runner.run([later for _, later in rows], mine, observer)
+            return _input_gradients(mine[self._placement[0]])
 
-        return DifferentiableRun(packets, batch.sizes, backward)
+        inputs = [leaf for leaf in batch.input_tensors() if leaf.requires_grad]
+        return DifferentiableRun(packets, inputs, batch.sizes, backward)
 
     def _cut(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, purpose: Purpose
@@ -136,14 +152,15 @@ class Engine:
 
         def count_rows() -> int | None:
             self._check_arguments(args, kwargs, target, purpose)
-            if not self._is_first and not _has_tensor((args, kwargs, target)):
+            if not self._is_first and not _has_data((args, kwargs, target)):
                 return None
-            cut.append(
-                Microbatches(
-                    args, kwargs, target, num_microbatches=count, batch_dims=self.batch_dims
-                )
+            batch = Microbatches(
+                args, kwargs, target, num_microbatches=count, batch_dims=self.batch_dims
             )
-            return cut[0].rows
+            if purpose is Purpose.TRAIN:
+                _refuse_history(batch)
+            cut.append(batch)
+            return batch.rows
 
         rows = self.runner.begin(purpose, count_rows)
         if cut:
@@ -157,14 +174,12 @@ class Engine:
     def _check_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, purpose: Purpose
     ) -> None:
-        if self._is_first and not _has_tensor((args, kwargs)):
+        if self._is_first and not _has_data((args, kwargs)):
             raise BatchError(
                 f"rank {self._placement[0]} holds stage 0 and needs the model's arguments, but "
                 "none of "
                 "them is a tensor: pass the batch, step(x, target=y)"
             )
-        if purpose is Purpose.TRAIN:
-            _refuse_history((args, kwargs, target))
         if purpose not in (Purpose.TRAIN, Purpose.EVALUATE):
             return
         if self.loss_rule.function is None:
@@ -241,11 +256,19 @@ class Engine:
 
 @dataclass(frozen=True)
 class DifferentiableRun:
-    """The outputs of all microbatches, and what takes their gradients back through the pipeline."""
+    """The outputs of all microbatches, and what takes their gradients back through the pipeline.
+
+    Attributes:
+        packets: The output of each microbatch.
+        inputs: The arguments of the model that require a gradient.
+        sizes: The rows of each microbatch.
+        backward: Takes the gradients of the outputs, returns those of the inputs.
+    """
 
     packets: list[Packet]
+    inputs: list[Tensor]
     sizes: list[int]
-    backward: Callable[[Sequence[Sequence[Tensor | None]]], None]
+    backward: Callable[[Sequence[Sequence[Tensor | None]]], list[Tensor | None]]
 
 
 class _Merged:
@@ -272,16 +295,35 @@ def _total(losses: Mapping[int, Tensor]) -> Tensor:
     return total
 
 
-def _has_tensor(tree: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in tree_flatten(tree)[0])
+def _has_data(tree: Any) -> bool:
+    kinds = (Tensor, Replicated, np.ndarray)
+    return any(isinstance(leaf, kinds) for leaf in tree_flatten(tree)[0])
 
 
-def _refuse_history(tree: Any) -> None:
+def _accumulate(first: StepState) -> None:
+    """Give the arguments of the model their gradients, as ``loss.backward()`` would."""
+    gradients = _input_gradients(first)
+    wanting = [leaf for leaf in first.microbatches.input_tensors() if leaf.requires_grad]
+    pairs = [(leaf, g) for leaf, g in zip(wanting, gradients, strict=False) if g is not None]
+    if pairs:
+        run_backward(*zip(*pairs, strict=True))
+
+
+def _refuse_history(batch: Microbatches) -> None:
     """Each microbatch has its own backward; only one could walk a graph behind the batch."""
-    for leaf in tree_flatten(tree)[0]:
-        if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+    for leaf in batch.tensors():
+        if leaf.grad_fn is not None:
             raise BatchError(
-                f"an argument of step has a graph behind it ({leaf.grad_fn.name()}), which a "
-                "step would "
-                "not train: pass it detached, or use out = pipe(x) and differentiate the whole"
+                f"an argument of step has a graph behind it ({leaf.grad_fn.name()}), which a step "
+                "would not train: pass it detached, or use out = pipe(x) and differentiate that"
             )
+
+
+def _input_gradients(state: StepState) -> list[Tensor | None]:
+    """Return the gradients of the model's arguments that require one."""
+    per_microbatch = [state.input_gradients.pop(i) for i in sorted(state.input_gradients)]
+    return state.microbatches.join_gradients(per_microbatch) if per_microbatch else []
+
+
+def _version(leaf: Tensor) -> int:
+    return 0 if leaf.is_inference() else leaf._version

@@ -24,7 +24,7 @@ from stageline.running.events import ActionDone, Observer
 from stageline.running.loss import LossRule
 from stageline.running.microbatches import Microbatches
 from stageline.running.program import StageProgram
-from stageline.running.torch_private import run_backward
+from stageline.running.torch_private import run_backward, tree_flatten
 from stageline.running.transports.base import Aborted, Arrived, Edge, Endpoint, Receipt
 from stageline.scheduling import Action, Kind, Schedule
 
@@ -41,6 +41,7 @@ class StepState:
         slots: Where the gradients of the inputs of (stage, microbatch) will lie.
         gradients: Gradients on their way to the outputs of (stage, microbatch).
         returns: Gradients of the inputs of (stage, microbatch) that wait for their send.
+        input_gradients: Gradients of the model's arguments, for each microbatch, where asked for.
         losses: Weighted loss of each microbatch, detached.
         outputs: Output of each microbatch, detached, where the caller wants it.
         endpoint: This rank's side of the transport; the runner sets it when rows begin.
@@ -70,6 +71,7 @@ class StepState:
         self.slots: dict[Key, GradientSlot] = {}
         self.gradients: dict[Key, Receipt] = {}
         self.returns: dict[Key, Packet] = {}
+        self.input_gradients: dict[int, Sequence[Tensor | None]] = {}
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Packet] = {}
         self.autocast: list[str] = []
@@ -85,10 +87,25 @@ def _wait(state: StepState, receipt: Receipt) -> Packet:
     return packet
 
 
+def _model_inputs(state: StepState, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of the model; those that require a gradient enter like any value."""
+    inputs = state.microbatches.inputs(microbatch)
+    flags = state.microbatches.inputs_with_gradient if state.builds_graph else []
+    if not flags:
+        return inputs
+    leaves, spec = tree_flatten(inputs)
+    cut_off = [leaf.detach() if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
+    value, slot = enter(Packet(cut_off, spec, flags))
+    assert slot is not None
+    state.slots[0, microbatch] = slot
+    args, kwargs = value
+    return args, kwargs
+
+
 def _forward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:
     program = state.programs[stage]
     if program.is_first:
-        output = program.call_first(*state.microbatches.inputs(microbatch))
+        output = program.call_first(*_model_inputs(state, microbatch))
     else:
         packet = _wait(state, state.arrivals.pop((stage, microbatch)))
         value, slot = enter(program.accept(packet))
@@ -120,7 +137,9 @@ def _finish(state: StepState, program: StageProgram, microbatch: int, output: An
     loss = rule.loss(output, program.localise(state.microbatches.target(microbatch)))
     weight = rule.weight(state.microbatches, microbatch)
     detached = loss.detach()
-    state.losses[microbatch] = detached * weight
+    # A microbatch that weighs nothing has no say: its loss may be a mean over nothing, and 0 * nan
+    # is nan.
+    state.losses[microbatch] = detached * weight if weight else torch.zeros_like(detached)
     if state.keeps_outputs:
         state.outputs[microbatch] = leave(output)[0]
     if state.builds_graph:
@@ -132,7 +151,7 @@ def _finish(state: StepState, program: StageProgram, microbatch: int, output: An
         key = (program.index, microbatch)
         state.roots[key] = [gradient_edge(loss)]
         # The share as root gradient is what multiplying the loss by it would give, at no cost.
-        share = torch.full_like(detached, weight)
+        share = torch.full_like(detached, weight) if weight else None
         state.gradients[key] = Arrived(Packet([share]))
 
 
@@ -152,9 +171,11 @@ def _backward(state: StepState, stage: int, microbatch: int, edge: Edge | None) 
         with autocast_suspended(state.autocast):
             run_backward(roots, gradients)
         del roots, gradients
-    if program.is_first:
-        return
     slot = state.slots.pop(key, None)
+    if program.is_first:
+        if slot is not None:
+            state.input_gradients[microbatch] = slot.gradients
+        return
     returned = Packet([] if slot is None else list(slot.gradients))
     if program.previous_is_local:
         state.gradients[stage - 1, microbatch] = Arrived(returned)

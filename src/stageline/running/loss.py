@@ -32,12 +32,10 @@ class LossRule:
         loss = own_loss(output) if self.function is None else self.function(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            source = "the model's own loss" if self.function is None else "loss_fn"
-            raise TypeError(
-                f"{source} must be a tensor with one element, got {got}: reduce it over the "
-                "microbatch "
-                "with .mean() or .sum()"
-            )
+            what, way_out = "loss_fn", "reduce it over the microbatch with .mean() or .sum()"
+            if self.function is None:
+                what, way_out = "the model's own loss", "pass loss_fn=..., or return a loss"
+            raise TypeError(f"{what} must be a tensor with one element, got {got}: {way_out}")
         return loss
 
     def weight(self, microbatches: Microbatches, index: int) -> float:

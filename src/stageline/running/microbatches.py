@@ -93,14 +93,11 @@ class Microbatches:
     def _check_names(self, batch_dims: BatchDims) -> None:
         if isinstance(batch_dims, int):
             return
+        # A call has no target, and a rank may be given only what it needs.
+        absent = tuple(tree.root for tree in self._trees if not tree.has_data)
         names = [name for tree in self._trees for name in tree.names]
-        unknown = [name for name in batch_dims if name not in names and not _is_output(name)]
-        if unknown:
-            raise BatchError(
-                f"batch_dims names {', '.join(map(repr, unknown))}, but the leaves of this "
-                "batch are "
-                f"{', '.join(names)}"
-            )
+        present = [name for name in batch_dims if not name.startswith(("output", *absent))]
+        _refuse_unknown(present, names, "batch")
 
     def _agreed_rows(self, rows: int | None) -> int:
         """Return the one batch size that all split leaves have, or say which two disagree."""
@@ -128,18 +125,55 @@ class Microbatches:
         return Batch(args, kwargs, target, self.rows)
 
     def part(self, index: int) -> Batch:
-        """Return one microbatch."""
-        args, kwargs = self.inputs(index)
-        return Batch(args, kwargs, self.target(index), self.sizes[index])
+        """Return one microbatch, connected to the batch where that requires a gradient."""
+        start, length = self._starts[index], self.sizes[index]
+        args, kwargs, target = (tree.slice(start, length) for tree in self._trees)
+        return Batch(args, kwargs, target, length)
 
     def inputs(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the model for one microbatch."""
+        """Return the arguments of the model for one microbatch, without a graph behind them."""
         start, length = self._starts[index], self.sizes[index]
-        return self._args.slice(start, length), self._kwargs.slice(start, length)
+        return (
+            self._args.slice(start, length, detached=True),
+            self._kwargs.slice(start, length, detached=True),
+        )
 
     def target(self, index: int) -> Any:
         """Return the target of one microbatch."""
         return self._target.slice(self._starts[index], self.sizes[index])
+
+    @cached_property
+    def inputs_with_gradient(self) -> list[bool]:
+        """For each leaf of the arguments, whether it requires a gradient; empty if none does."""
+        flags = [
+            isinstance(leaf, Tensor) and leaf.requires_grad
+            for leaf, _ in (*self._args.flat(), *self._kwargs.flat())
+        ]
+        return flags if any(flags) else []
+
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors of the batch, whole."""
+        return [*self.input_tensors(), *self._target.tensors()]
+
+    def input_tensors(self) -> list[Tensor]:
+        """Return those among the arguments of the model."""
+        return [*self._args.tensors(), *self._kwargs.tensors()]
+
+    def join_gradients(self, gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+        """Join the gradients of the arguments that require one, over all microbatches.
+
+        Args:
+            gradients: For each microbatch, one entry per such argument.
+        """
+        leaves = [
+            (leaf, dim)
+            for leaf, dim in (*self._args.flat(), *self._kwargs.flat())
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        ]
+        return [
+            _join_gradient(leaf, dim, parts, self.sizes)
+            for (leaf, dim), parts in zip(leaves, zip(*gradients, strict=True), strict=True)
+        ]
 
 
 def _disagreement(tree: _Sliceable, index: int, dim: int, says: str, rows: int) -> str:
@@ -153,20 +187,38 @@ def _disagreement(tree: _Sliceable, index: int, dim: int, says: str, rows: int) 
     )
 
 
+def _join_gradient(
+    leaf: Tensor, dim: int | None, parts: Sequence[Tensor | None], sizes: Sequence[int]
+) -> Tensor | None:
+    """Concatenate what belongs to the slices of a leaf, or add up what belongs to all of it."""
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    if dim is None:
+        return sum(present[1:], start=present[0])
+    shapes = [[*leaf.shape[:dim], size, *leaf.shape[dim + 1 :]] for size in sizes]
+    filled = [
+        leaf.new_zeros(shape) if part is None else part
+        for part, shape in zip(parts, shapes, strict=True)
+    ]
+    return torch.cat(filled, dim)
+
+
 class _Sliceable:
     """One tree of a batch; ``dims``: where each leaf is split, None if it goes whole."""
 
     def __init__(self, tree: Any, root: str, batch_dims: BatchDims) -> None:
         self._tree = tree
-        self._root = root
+        self.root = root
         leaves, self._spec = trees.tree_flatten(tree)
         self.dims = [self._batch_dim(leaf, index, batch_dims) for index, leaf in enumerate(leaves)]
-        self.leaves = [leaf.value if isinstance(leaf, Replicated) else leaf for leaf in leaves]
+        self.leaves = [_unmarked(leaf) for leaf in leaves]
+        self.has_data = any(leaf is not None for leaf in leaves)
 
     @cached_property
     def names(self) -> list[str]:
         """Names of the leaves, as messages and ``batch_dims`` use them: ``kwargs['mask']``."""
-        return trees.leaf_names(self._tree, root=self._root)
+        return trees.leaf_names(self._tree, root=self.root)
 
     def _batch_dim(self, leaf: Any, index: int, batch_dims: BatchDims) -> int | None:
         if isinstance(leaf, np.ndarray):
@@ -198,15 +250,44 @@ class _Sliceable:
     def whole(self) -> Any:
         return trees.tree_unflatten(self.leaves, self._spec)
 
-    def slice(self, start: int, length: int) -> Any:
+    def tensors(self) -> list[Tensor]:
+        return [leaf for leaf, _ in self.flat() if isinstance(leaf, Tensor)]
+
+    def flat(self) -> list[tuple[Any, int | None]]:
+        """Return every leaf with its dimension, those inside ``sl.replicate`` included."""
+        return [
+            (leaf, dim)
+            for entry, dim in zip(self.leaves, self.dims, strict=True)
+            for leaf in trees.tree_flatten(entry)[0]
+        ]
+
+    def slice(self, start: int, length: int, *, detached: bool = False) -> Any:
         if not self.leaves:
             return self._tree
-        # narrow, not split: a view with several siblings may not be changed in place.
         leaves = [
-            leaf if dim is None else leaf.narrow(dim, start, length)
+            leaf if dim is None else _narrow(leaf, dim, start, length, detached)
             for leaf, dim in zip(self.leaves, self.dims, strict=True)
         ]
         return trees.tree_unflatten(leaves, self._spec)
+
+
+def _narrow(leaf: Tensor, dim: int, start: int, length: int, detached: bool) -> Tensor:
+    # Slices of one tensor share its version counter: a layer that works in place on one microbatch
+    # would seem to have changed all of them. ``data`` has a counter of its own.
+    if detached or not leaf.requires_grad:
+        leaf = leaf.data
+    # narrow, not split: a view with several siblings may not be changed in place.
+    return leaf.narrow(dim, start, length)
+
+
+def _unmarked(leaf: Any) -> Any:
+    """Return a leaf without its ``sl.replicate`` mark, and without marks inside it."""
+    if not isinstance(leaf, Replicated):
+        return leaf
+    inside = trees.tree_flatten(leaf.value)[0]
+    if not any(isinstance(value, Replicated) for value in inside):
+        return leaf.value
+    return trees.tree_map_only(Replicated, _unmarked, leaf.value)
 
 
 def split_sizes(rows: int, count: int) -> list[int]:
@@ -220,8 +301,13 @@ def split_sizes(rows: int, count: int) -> list[int]:
     return [small + 1] * larger + [small] * (count - larger)
 
 
-def _is_output(name: str) -> bool:
-    return name == "output" or name.startswith(("output[", "output."))
+def _refuse_unknown(wanted: Sequence[str], names: Sequence[str], what: str) -> None:
+    unknown = [name for name in wanted if name not in names]
+    if unknown:
+        raise BatchError(
+            f"batch_dims names {', '.join(map(repr, unknown))}, but the leaves of this {what} are "
+            f"{', '.join(names)}"
+        )
 
 
 def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], batch_dims: BatchDims = 0) -> Any:
@@ -238,9 +324,10 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], batch_dims: Batc
     spec = flat[0][1]
     if any(other != spec for _, other in flat):
         return PerMicrobatch(outputs)
-    names: Sequence[str] = (
-        [] if isinstance(batch_dims, int) else trees.leaf_names(outputs[0], root="output")
-    )
+    names: Sequence[str] = []
+    if not isinstance(batch_dims, int):
+        names = trees.leaf_names(outputs[0], root="output")
+        _refuse_unknown([n for n in batch_dims if n.startswith("output")], names, "output")
     merged = [
         _merge_leaf(leaves, sizes, _output_dim(batch_dims, names, index))
         for index, leaves in enumerate(zip(*(leaves for leaves, _ in flat), strict=True))
@@ -252,9 +339,16 @@ def _output_dim(batch_dims: BatchDims, names: Sequence[str], index: int) -> int 
     return batch_dims if isinstance(batch_dims, int) else batch_dims.get(names[index], 0)
 
 
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two plain values are equal; what is not plain might not even answer."""
+    if one is other:
+        return True
+    return type(one) is type(other) and isinstance(one, (bool, int, float, str)) and one == other
+
+
 def _merge_leaf(leaves: tuple[Any, ...], sizes: Sequence[int], dim: int | None) -> Any:
     if not any(isinstance(leaf, Tensor) for leaf in leaves):
-        same = all(type(leaf) is type(leaves[0]) and leaf == leaves[0] for leaf in leaves)
+        same = all(_is_same(leaf, leaves[0]) for leaf in leaves)
         return leaves[0] if same else PerMicrobatch(leaves)
     if dim is not None and all(
         isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim() and leaf.shape[dim] == size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,11 +21,20 @@ from stageline.running.transports.base import Edge, Receipt, ThreadTransport
 from stageline.running.transports.process_group import ProcessGroupEndpoint, ProcessGroupTransport
 from stageline.running.workers import WorkerPool
 
-# Packets under way per channel where no backward bounds them: one that travels while one is worked
-# on.
 FORWARD_WINDOW = 2
+"""Packets under way per channel where no backward bounds them: one travels, one is worked on."""
 
 _FAILED = -1  # instead of a number of rows: the rank that should say it could not
+
+
+def forward_window(placement: Sequence[int]) -> int | None:
+    """Return how many packets of a forward-only run may be under way per channel; None: any number.
+
+    Where values also travel back to an earlier rank, two ranks could wait for each other to take
+    something, so there only the rows bound them.
+    """
+    one_way = all(here <= there for here, there in pairwise(placement))
+    return FORWARD_WINDOW if one_way else None
 
 
 class Runner(ABC):
@@ -60,10 +70,13 @@ class Runner(ABC):
 class ThreadRunner(Runner):
     """All ranks are threads of this process."""
 
-    def __init__(self, num_ranks: int, transport: ThreadTransport, *, on_cpu: bool) -> None:
-        self.ranks = tuple(range(num_ranks))
-        self.num_ranks = num_ranks
+    def __init__(
+        self, transport: ThreadTransport, *, placement: Sequence[int], on_cpu: bool
+    ) -> None:
+        self.num_ranks = max(placement) + 1
+        self.ranks = tuple(range(self.num_ranks))
         self._transport = transport
+        self._forward_window = forward_window(placement)
         self._on_cpu = on_cpu
         self._pool: WorkerPool | None = None
 
@@ -76,7 +89,7 @@ class ThreadRunner(Runner):
         self, rows: Sequence[BoundRow], states: Mapping[int, StepState], observer: Observer | None
     ) -> None:
         builds_graph = states[0].builds_graph
-        window = None if builds_graph else FORWARD_WINDOW
+        window = None if builds_graph else self._forward_window
         exchange = self._transport.open(self.num_ranks, window=window)
         caller = CallerState.capture()
         before = torch.get_num_threads()
@@ -115,18 +128,21 @@ def _act(caller: CallerState, act: Callable[[], None], builds_graph: bool, threa
 class ProcessRunner(Runner):
     """This process is one rank; the others are elsewhere."""
 
-    def __init__(self, transport: ProcessGroupTransport, *, first_rank: int, on_cpu: bool) -> None:
+    def __init__(
+        self, transport: ProcessGroupTransport, *, placement: Sequence[int], on_cpu: bool
+    ) -> None:
         self.rank = transport.rank
         self.ranks = (transport.rank,)
         self.num_ranks = transport.num_ranks
         self._transport = transport
-        self._first_rank = first_rank
+        self._first_rank = placement[0]
+        self._forward_window = forward_window(placement)
         self._on_cpu = on_cpu
         self._endpoint: ProcessGroupEndpoint | None = None
         self._unread: list[_Once] = []
 
     def begin(self, purpose: Purpose, count_rows: Callable[[], int | None]) -> int:
-        window = None if purpose.builds_graph else FORWARD_WINDOW
+        window = None if purpose.builds_graph else self._forward_window
         self._endpoint = self._transport.open(window=window)
         if self.rank == self._first_rank:
             return self._announce(purpose, count_rows)

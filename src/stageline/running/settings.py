@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from stageline.running.microbatches import BatchDims, LossReduction
 from stageline.running.timetable import Timetable
 from stageline.running.transports.base import ThreadTransport
 from stageline.running.world import World
-from stageline.scheduling import Kind, Schedule, parse, schedules
+from stageline.scheduling import Action, Kind, Schedule, parse, schedules
 
 WrapStage = Callable[[nn.Module, int], nn.Module]
 TRANSPORTS = ("memory", "process-group")
@@ -42,6 +42,7 @@ class Settings:
     share_outputs: bool = True
     timeout: float = 1800.0
     observer: Observer | None = None
+    unpack_tuples: bool = False
 
     def world(self) -> World | None:
         """Return the processes to run on; None if all ranks are threads of this one."""
@@ -50,31 +51,40 @@ class Settings:
 
     def find_faults(self) -> list[str]:
         """Return what is wrong with the settings, whatever the model."""
-        faults = [*self._number_faults(), *self._callable_faults()]
+        faults = [
+            *self.number_faults(),
+            *self._callable_faults(),
+            *self._transport_faults(),
+            *self._device_faults(),
+        ]
+        given = self._given_schedule()
+        if isinstance(given, ScheduleError):
+            faults.append(f"schedule: {given}")
         if not _is_batch_dims(self.batch_dims):
             faults.append(
                 f"batch_dims={self.batch_dims!r}: wanted a dimension (0) or one by leaf "
-                f"({{'args[1]': 1}})"
+                "({'args[1]': 1})"
             )
-        if isinstance(self.transport, str) and self.transport not in TRANSPORTS:
-            faults.append(f"transport={self.transport!r}: choose one of {', '.join(TRANSPORTS)}")
-        elif self.transport == "process-group" and World.find() is None:
-            faults.append(
-                "transport='process-group': this process is alone: start the script with torchrun"
-            )
-        elif self.transport is not None and not isinstance(self.transport, (str, ThreadTransport)):
-            faults.append(f"transport={self.transport!r}: wanted a name or a transport")
         return faults
 
-    def _number_faults(self) -> list[str]:
-        faults = []
-        for name, value in (("num_microbatches", self.num_microbatches), ("ranks", self.ranks)):
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int) or value < 1
-            ):
-                faults.append(f"{name}={value!r}: wanted a whole number of at least 1")
-        if not isinstance(self.timeout, (int, float)) or not self.timeout > 0:
+    def number_faults(self) -> list[str]:
+        faults = [
+            f"{name}={value!r}: wanted a whole number of at least 1"
+            for name, value in (("num_microbatches", self.num_microbatches), ("ranks", self.ranks))
+            if value is not None and not (_is_whole(value) and value >= 1)
+        ]
+        is_number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
+        if not is_number or not self.timeout > 0:
             faults.append(f"timeout={self.timeout!r}: wanted a number of seconds above 0")
+        faults += [
+            f"{name}={value!r}: wanted True or False"
+            for name, value in (
+                ("keep_outputs", self.keep_outputs),
+                ("share_outputs", self.share_outputs),
+                ("unpack_tuples", self.unpack_tuples),
+            )
+            if not isinstance(value, bool)
+        ]
         return faults
 
     def _callable_faults(self) -> list[str]:
@@ -87,12 +97,39 @@ class Settings:
             )
             if value is not None and not callable(value)
         ]
+        if isinstance(self.loss_fn, type):
+            name = self.loss_fn.__name__
+            faults.append(f"loss_fn={name}: wanted a function, got a class: write {name}()")
         if self.loss_reduction not in REDUCTIONS and not callable(self.loss_reduction):
             faults.append(
                 f"loss_reduction={self.loss_reduction!r}: wanted 'mean', 'sum' or a function of a "
                 "microbatch and the whole batch that returns the microbatch's weight"
             )
         return faults
+
+    def _transport_faults(self) -> list[str]:
+        if self.transport is None or isinstance(self.transport, ThreadTransport):
+            return []
+        if not isinstance(self.transport, str):
+            return [f"transport={self.transport!r}: wanted a name or a transport"]
+        if self.transport not in TRANSPORTS:
+            return [f"transport={self.transport!r}: choose one of {', '.join(TRANSPORTS)}"]
+        if self.transport == "process-group" and World.find() is None:
+            return [
+                "transport='process-group': this process is alone: start the script with torchrun"
+            ]
+        return []
+
+    def _device_faults(self) -> list[str]:
+        if self.devices is None:
+            return []
+        if not isinstance(self.devices, (list, tuple)):
+            return [f"devices={self.devices!r}: wanted a list with one device per rank"]
+        return [
+            fault
+            for fault in (_device_fault(device) for device in self.devices)
+            if fault is not None
+        ]
 
     def num_ranks(self, num_stages: int, world: World | None) -> tuple[int, list[str]]:
         """Return how many ranks the pipeline has, and what is wrong with that number."""
@@ -101,43 +138,45 @@ class Settings:
             if self.ranks not in (None, world.size):
                 return world.size, [
                     f"ranks={self.ranks}, but torchrun started {world.size} processes: start as "
-                    "many "
-                    "processes as there are ranks, or leave ranks out"
+                    "many processes as there are ranks, or leave ranks out"
                 ]
             wanted = world.size
-        elif isinstance(self.ranks, int):
+        elif self.ranks is not None:
             wanted = self.ranks
+        elif isinstance(given, Schedule):
+            return given.num_ranks, []  # whether it fits is said of the schedule
         else:
-            wanted = given.num_ranks if isinstance(given, Schedule) else num_stages
+            wanted = num_stages
         if wanted > num_stages:
             return wanted, [
-                f"{wanted} ranks for {num_stages} stages: every rank needs a stage; cut the "
-                "model into "
-                f"more stages or use {num_stages} ranks"
+                f"{wanted} ranks for {num_stages} stages: every rank needs a stage; cut the model "
+                f"into more stages or use {num_stages} ranks"
             ]
         return wanted, []
 
     def _given_schedule(self) -> Schedule | str | ScheduleError:
-        """Return the schedule that the user wrote, or the name of one of ours."""
+        """Return the schedule that the user wrote, the name of one of ours, or what is wrong."""
+        names = ", ".join(schedules.NAMES)
         if isinstance(self.schedule, Schedule):
             return self.schedule
         if not isinstance(self.schedule, str) or not self.schedule.strip():
             return ScheduleError(
-                f"wanted a name ({', '.join(schedules.NAMES)}), a Schedule or its text"
+                f"wanted a name ({names}), a Schedule or its text, got {self.schedule!r}"
             )
-        if self.schedule in schedules.NAMES or " " not in self.schedule.strip():
+        if self.schedule in schedules.NAMES:
             return self.schedule
         try:
+            if len(self.schedule.split()) == 1 and not _is_action(self.schedule):
+                schedules.build(self.schedule, 1, 1)  # raises, with the nearest name
             return parse(self.schedule)
         except ScheduleError as error:
             return error
 
     def timetable(self, num_stages: int, num_ranks: int) -> tuple[Timetable | None, list[str]]:
-        """Return the schedule for this pipeline, and what is wrong with it."""
+        """Return the schedule for this pipeline, and what is wrong with it for this model."""
         given = self._given_schedule()
+        assert not isinstance(given, ScheduleError)  # find_faults has told
         try:
-            if isinstance(given, ScheduleError):
-                raise given
             if isinstance(given, str):
                 return self._built(given, num_stages, num_ranks), []
             given.check()
@@ -152,14 +191,15 @@ class Settings:
         return Timetable(schedule.check(), family)
 
     def _fitting_faults(self, given: Schedule, num_stages: int, num_ranks: int) -> list[str]:
-        faults = []
-        for what, has, wanted in (
-            ("stages", given.num_stages, num_stages),
-            ("ranks", given.num_ranks, num_ranks),
-            ("microbatches", given.num_microbatches, self.num_microbatches),
-        ):
-            if wanted is not None and has != wanted:
-                faults.append(f"schedule: it is for {has} {what}, the pipeline has {wanted}")
+        faults = [
+            f"schedule: it is for {has} {what}, the pipeline has {wanted}"
+            for what, has, wanted in (
+                ("stages", given.num_stages, num_stages),
+                ("ranks", given.num_ranks, num_ranks),
+                ("microbatches", given.num_microbatches, self.num_microbatches),
+            )
+            if wanted is not None and has != wanted
+        ]
         others = sorted(
             kind.letter for kind in given.compute_only().kinds() if kind not in _RUNNABLE
         )
@@ -170,25 +210,35 @@ class Settings:
     def rank_devices(
         self, num_ranks: int, world: World | None
     ) -> tuple[list[torch.device], list[str]]:
-        """Return the device of each rank, and what is wrong with the devices given."""
+        """Return the device of each rank, and what is wrong with their number."""
         if self.devices is None:
             return _default_devices(num_ranks, world), []
-        if isinstance(self.devices, (str, torch.device)):
-            return [], [f"devices={self.devices!r}: wanted a list with one device per rank"]
-        read = [_read_device(device) for device in self.devices]
-        devices = [device for device in read if isinstance(device, torch.device)]
-        faults = [fault for fault in read if isinstance(fault, str)]
-        if not faults and len(devices) != num_ranks:
-            faults.append(f"devices: {len(devices)} devices for {num_ranks} ranks: give one each")
-        return devices, faults
+        if len(self.devices) != num_ranks:
+            return [], [
+                f"devices: {len(self.devices)} devices for {num_ranks} ranks: give one each"
+            ]
+        return [torch.device(device) for device in self.devices], []
 
 
-def _read_device(device: object) -> torch.device | str:
-    """Return a device, or what is wrong with it."""
+def _device_fault(device: object) -> str | None:
+    """Return what is wrong with a device: no such name, or not on this machine."""
     try:
-        return torch.device(device)  # type: ignore[call-overload, no-any-return]  # anything
-    except (RuntimeError, TypeError) as error:
+        torch.empty(0, device=device)  # type: ignore[call-overload]  # anything may have come
+    except (RuntimeError, TypeError, AssertionError) as error:
         return f"devices: {device!r} is no device ({str(error).splitlines()[0]})"
+    return None
+
+
+def _is_action(text: str) -> bool:
+    try:
+        Action.parse(text.strip())
+    except ScheduleError:
+        return False
+    return True
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _default_devices(num_ranks: int, world: World | None) -> list[torch.device]:
@@ -207,5 +257,5 @@ def _default_devices(num_ranks: int, world: World | None) -> list[torch.device]:
 def _is_batch_dims(value: object) -> bool:
     if isinstance(value, Mapping):
         entries: Any = value.items()
-        return all(isinstance(k, str) and (v is None or isinstance(v, int)) for k, v in entries)
-    return isinstance(value, int) and not isinstance(value, bool)
+        return all(isinstance(k, str) and (v is None or _is_whole(v)) for k, v in entries)
+    return _is_whole(value)

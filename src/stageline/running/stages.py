@@ -35,13 +35,23 @@ class HeldStage:
     module: nn.Module
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        seen = set()
         for name, parameter in self.original.named_parameters():
-            seen.add(id(parameter))
             yield self.prefix + name, parameter
-        for name, parameter in self.module.named_parameters():  # what a wrapper added
-            if id(parameter) not in seen:
-                yield self.prefix + name, parameter
+        for name, tensor in self.added().items():
+            if isinstance(tensor, nn.Parameter):
+                yield name, tensor
+
+    def added(self) -> dict[str, Tensor]:
+        """Return what a wrapper has beyond the original; it bears names of its own."""
+        if self.module is self.original:
+            return {}
+        known = {id(tensor) for tensor in (*self.original.parameters(), *self.original.buffers())}
+        everything = (*self.module.named_parameters(), *self.module.named_buffers())
+        return {
+            f"wrapper{self.index}.{name}": tensor
+            for name, tensor in everything
+            if id(tensor) not in known
+        }
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,7 @@ class HeldStages:
         merged: dict[str, Any] = {}
         for stage in self.stages:
             merged.update(stage.original.state_dict(prefix=stage.prefix))
+            merged.update({name: tensor.detach() for name, tensor in stage.added().items()})
         return merged
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> LoadedKeys:
@@ -100,6 +111,9 @@ class HeldStages:
             raise StateError(f"the state_dict does not fit, nothing was loaded:{bullets}")
         for stage in self.stages:
             stage.original.load_state_dict(_without_prefix(state, stage.prefix), strict=False)
+            for name, tensor in stage.added().items():
+                if name in state:
+                    tensor.detach().copy_(state[name])
         return LoadedKeys(missing, unexpected)
 
     def _is_elsewhere(self, name: str) -> bool:

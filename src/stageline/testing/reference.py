@@ -72,12 +72,14 @@ def plain_step(
             for index in range(batch.count):
                 part = batch.part(index)
                 output = model(*part.args, **part.kwargs)
-                loss = rule.loss(output, part.target) * rule.weight(batch, index)
-                with autocast_suspended(autocast_devices()):
-                    loss.backward()
-                total = total + loss.detach()
+                loss = rule.loss(output, part.target)
+                weight = rule.weight(batch, index)
+                if weight:  # what weighs nothing has no say: 0 * nan would be nan
+                    loss = loss * weight
+                    with autocast_suspended(autocast_devices()):
+                        loss.backward()
+                    total = total + loss.detach()
                 outputs.append(output)
     finally:
         torch.set_num_threads(before)
-    assert isinstance(total, Tensor)
-    return PlainResult(total, merge_outputs(outputs, batch.sizes, batch_dims))
+    return PlainResult(torch.as_tensor(total), merge_outputs(outputs, batch.sizes, batch_dims))

@@ -1,0 +1,130 @@
+"""An nn.Sequential read as a chain of blocks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stageline.capturing import Block, Graph, capture_sequential
+from stageline.capturing.sequential import has_hooks, is_plain_sequential
+
+
+class Twice(nn.Sequential):
+    """A Sequential with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self[0](self[0](x))
+
+
+class Named(nn.Sequential):
+    """A Sequential with nothing of its own but a name."""
+
+
+def nested() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 2))),
+        nn.Linear(2, 1),
+    )
+
+
+def names(graph: Graph) -> list[str]:
+    return [block.name for block in graph.blocks]
+
+
+@pytest.mark.parametrize(
+    ("at_least", "expected"),
+    [
+        (1, ["0", "1"]),
+        (2, ["0", "1"]),
+        (3, ["0.0", "0.1", "1"]),
+        (4, ["0.0", "0.1.0", "0.1.1", "1"]),
+        (9, ["0.0", "0.1.0", "0.1.1", "1"]),
+    ],
+)
+def test_nested_sequentials_are_opened_only_as_far_as_needed(
+    at_least: int, expected: list[str]
+) -> None:
+    assert names(capture_sequential(nested(), at_least=at_least)) == expected
+
+
+def test_named_children_keep_their_names() -> None:
+    model = nn.Sequential(OrderedDict(stem=nn.Linear(2, 2), act=nn.ReLU()))
+    assert [str(block) for block in capture_sequential(model).blocks] == ["stem Linear", "act ReLU"]
+
+
+def test_a_module_that_stands_twice_is_two_blocks() -> None:
+    layer = nn.Linear(2, 2)
+    graph = capture_sequential(nn.Sequential(layer, nn.ReLU(), layer))
+    assert names(graph) == ["0", "1", "2"]
+    assert graph.blocks[0].module is graph.blocks[2].module
+
+
+@pytest.mark.parametrize("inner", [Twice(nn.Linear(2, 2)), nn.Sequential()])
+def test_what_cannot_be_opened_stays_one_block(inner: nn.Module) -> None:
+    model = nn.Sequential(inner, nn.Linear(2, 2))
+    assert names(capture_sequential(model, at_least=5)) == ["0", "1"]
+
+
+def test_a_subclass_without_a_forward_is_opened() -> None:
+    model = nn.Sequential(Named(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2))
+    assert is_plain_sequential(model[0])
+    assert names(capture_sequential(model, at_least=3)) == ["0.0", "0.1", "1"]
+
+
+def test_a_sequential_with_hooks_is_not_opened() -> None:
+    """Its hook runs around the whole; nobody would call it if its children stood alone."""
+    model = nested()
+    model[0].register_forward_hook(lambda module, args, output: None)
+    assert has_hooks(model[0])
+    assert names(capture_sequential(model, at_least=3)) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ],
+)
+def test_every_kind_of_hook_is_seen(register: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert not has_hooks(model)
+    getattr(model, register)(lambda *_: None)
+    assert has_hooks(model)
+    assert not is_plain_sequential(model)
+
+
+def test_a_forward_put_on_the_instance_is_seen() -> None:
+    """accelerate and others replace ``forward`` on the object; opened, it would be ignored."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.forward = lambda x: x * 0  # type: ignore[method-assign]  # that is the point
+    assert not is_plain_sequential(model)
+
+
+def test_parameters_are_counted_per_block() -> None:
+    assert [block.num_parameters for block in capture_sequential(nested()).blocks] == [12, 3]
+    assert Block("a", nn.ReLU()).num_parameters == 0
+
+
+def test_capturing_leaves_the_model_alone_and_repeats_itself() -> None:
+    model = nested()
+    before = {name: module for name, module in model.named_modules()}
+    assert capture_sequential(model, at_least=4) == capture_sequential(model, at_least=4)
+    assert {name: module for name, module in model.named_modules()} == before
+
+
+def test_a_stage_has_the_original_names_and_computes_the_same() -> None:
+    model = nested()
+    graph = capture_sequential(model, at_least=4)
+    first, last = graph.stage_module(0, 2), graph.stage_module(2, 4)
+    assert list(first.state_dict()) == ["0.0.weight", "0.0.bias"]
+    assert list(last.state_dict()) == ["0.1.1.weight", "0.1.1.bias", "1.weight", "1.bias"]
+    assert {**first.state_dict(), **last.state_dict()}.keys() == model.state_dict().keys()
+    x = torch.randn(3, 2)
+    assert torch.equal(last(first(x)), model(x))

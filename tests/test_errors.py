@@ -1,0 +1,83 @@
+"""The exceptions: who must act, what they say, and that they survive a journey."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+import stageline as sl
+from stageline import errors
+
+
+def step_error() -> sl.StepError:
+    return sl.StepError(rank=1, stage=2, microbatch=0, action="2F0", hint="Call zero_grad().")
+
+
+@pytest.mark.parametrize(
+    ("error", "base"),
+    [
+        (sl.ConfigError, ValueError),
+        (sl.ScheduleError, ValueError),
+        (sl.BatchError, ValueError),
+        (sl.StateError, RuntimeError),
+        (sl.PipeError, RuntimeError),
+        (sl.StepError, sl.PipeError),
+        (sl.EdgeError, sl.PipeError),
+        (sl.PeerError, sl.PipeError),
+    ],
+)
+def test_the_class_says_who_must_act(error: type[Exception], base: type[Exception]) -> None:
+    assert issubclass(error, base)
+    assert issubclass(error, sl.StagelineError)
+
+
+def test_the_tree_in_the_docstring_names_every_class() -> None:
+    tree = errors.__doc__
+    assert tree is not None
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and issubclass(value, Exception):
+            assert name in tree
+
+
+def test_a_config_error_has_a_bullet_for_every_finding() -> None:
+    error = sl.ConfigError("sl.Pipeline", ["split=0: wanted 1", "ranks=0: wanted 1"])
+    assert error.findings == ("split=0: wanted 1", "ranks=0: wanted 1")
+    assert str(error) == (
+        "sl.Pipeline cannot be built:\n  - split=0: wanted 1\n  - ranks=0: wanted 1"
+    )
+
+
+def test_a_step_error_says_where_and_why() -> None:
+    error = step_error()
+    assert (error.rank, error.stage, error.microbatch, error.action) == (1, 2, 0, "2F0")
+    error.__cause__ = KeyError("missing")
+    assert str(error) == (
+        "rank 1, stage 2, microbatch 0: action 2F0 failed: KeyError: 'missing' Call zero_grad()."
+    )
+
+
+def test_a_step_error_without_hint_ends_with_its_cause() -> None:
+    error = sl.StepError(rank=0, stage=0, microbatch=3, action="0B3")
+    error.__cause__ = ValueError("no")
+    assert str(error) == "rank 0, stage 0, microbatch 3: action 0B3 failed: ValueError: no"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        sl.ConfigError("sl.Pipeline", ["split=0: wanted 1"]),
+        step_error(),
+        sl.BatchError("no rows"),
+        sl.StateError("does not fit"),
+        sl.PeerError("gone"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_travel_between_processes(error: sl.StagelineError) -> None:
+    """A pool of processes pickles what a worker raises; an error that cannot be is lost there."""
+    for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(twin) is type(error)
+        assert str(twin) == str(error)
+        assert vars(twin) == vars(error)
