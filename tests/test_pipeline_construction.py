@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stageline as sl
+from stageline.running.settings import Settings
 from stageline.scheduling import parse
 
 
@@ -203,6 +204,7 @@ SETTINGS: dict[str, tuple[Callable[[], object], str]] = {
     "devices, a number": (lambda: build(devices=2), r"devices=2: wanted a list with one"),
     "devices, too few": (lambda: build(devices=["cpu"]), r"devices: 1 devices for 2 ranks: give"),
     "devices, unknown": (lambda: build(devices=["cpu", "gpu0"]), r"devices: 'gpu0' is no device"),
+    "devices, None": (lambda: build(devices=[None, "cpu"]), r"devices: None is no device"),
     "devices, absent": (
         lambda: build(devices=["cpu", f"cuda:{torch.cuda.device_count()}"]),
         r"devices: .*cuda:\d+",
@@ -220,6 +222,10 @@ STAGES: dict[str, tuple[Callable[[], object], str]] = {
     "a module's method": (
         lambda: stages([mlp().forward, nn.ReLU()]),
         r"stages\[0\]: .*method.*Sequential.*parameters",
+    ),
+    "a bound module": (
+        lambda: stages([functools.partial(nn.Linear(4, 4)), nn.ReLU()]),
+        r"stages\[0\]: .*Linear.*parameters",
     ),
     "of another process": (lambda: stages([nn.ReLU(), None]), r"stages\[1\]: rank 1 holds this s"),
     "a mapping alone": (
@@ -314,6 +320,23 @@ def test_findings_about_ranks_do_not_hide_those_about_the_schedule() -> None:
 def test_what_is_shared_is_found_beside_wrong_settings() -> None:
     found = findings(lambda: stages([nn.Linear(4, 4)] * 2, loss_fn=3))
     assert_all_found(found, "loss_fn=3", "weight of 4 x 4 is held by")
+
+
+def test_every_fault_of_a_schedule_is_a_finding_of_its_own() -> None:
+    found = findings(lambda: build(schedule=DEADLOCK, loss_fn=3))
+    assert_all_found(found, "0B0 stands before 0F0", "deadlock: rank 0 waits at 0B0", "loss_fn=3")
+    assert len(found) == 3
+    found = findings(lambda: build(schedule="0F0 0I0 0W0 \n 1F0 1B0", loss_fn=3))
+    assert_all_found(found, "only F and B can be run", "loss_fn=3")
+
+
+def test_devices_of_other_processes_need_not_be_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun each process may see one accelerator only, or run on another host."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    absent = f"cuda:{torch.cuda.device_count()}"
+    assert Settings(devices=["cpu", absent]).find_faults() == []
+    assert_all_found(Settings(devices=[absent, "cpu"]).find_faults(), absent)
 
 
 def test_every_wrong_stage_is_named() -> None:

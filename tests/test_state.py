@@ -12,6 +12,9 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import stageline as sl
+from stageline.partitioning.sources import cut_model
+from stageline.running.assembly import Parts, hold
+from stageline.running.timetable import Timetable
 from stageline.testing import plain_step
 
 
@@ -322,6 +325,19 @@ def test_what_wrappers_add_is_saved_and_loaded() -> None:
     fresh.load_state_dict(trained.state_dict())
     for parameter in fresh.parameters():
         assert torch.equal(parameter, torch.full_like(parameter, 3.0))
+
+
+def test_what_a_wrapper_adds_in_another_process_is_left_to_it() -> None:
+    """A full state loads on every rank; rank 0 must not take rank 1's scale for a stranger."""
+
+    def pipeline() -> sl.Pipeline:
+        return sl.Pipeline(norms(), split=2, wrap_stage=lambda module, index: Scaled(module))
+
+    state = pipeline().state_dict()
+    sources, _ = cut_model(norms(), 2)
+    parts = Parts(Timetable(sl.schedules.gpipe(2, 2)), [torch.device("cpu")] * 2, ranks_here=(0,))
+    held = hold(sources, parts, lambda module, index: Scaled(module), "sl.Pipeline")
+    assert held.load_state_dict(state, strict=True) == ([], [])
 
 
 def test_a_parametrization_made_in_wrap_stage_is_seen_by_the_optimizer() -> None:

@@ -107,6 +107,16 @@ def test_a_forward_put_on_the_instance_is_seen() -> None:
     assert not is_plain_sequential(model)
 
 
+def test_a_sequential_with_a_tensor_of_its_own_is_not_opened() -> None:
+    """Opened, its gain would belong to no stage, and be missing in the state of the pipeline."""
+    model = nested()
+    model[0].register_parameter("gain", nn.Parameter(torch.ones(1)))
+    assert names(capture_sequential(model, at_least=3)) == ["0", "1"]
+    model = nested()
+    model[0].register_buffer("seen", torch.ones(1))
+    assert names(capture_sequential(model, at_least=3)) == ["0", "1"]
+
+
 def test_parameters_are_counted_per_block() -> None:
     assert [block.num_parameters for block in capture_sequential(nested()).blocks] == [12, 3]
     assert Block("a", nn.ReLU()).num_parameters == 0

@@ -49,6 +49,13 @@ def test_a_view_of_a_weight_is_the_weight() -> None:
     assert len(find_shared([(0, first), (1, last)])) == 1
 
 
+def test_a_slice_of_a_weight_is_tied_to_it() -> None:
+    """It begins at another address, but a step of the one changes the other."""
+    first, last = nn.Linear(3, 4, bias=False), nn.Linear(3, 2, bias=False)
+    last.weight = nn.Parameter(first.weight.detach()[1:3])
+    assert len(find_shared([(0, first), (1, last)])) == 1
+
+
 def test_a_batchnorm_in_two_stages_shares_its_statistics_too() -> None:
     norm = nn.BatchNorm1d(4)
     shared = " ".join(find_shared([(0, nn.Sequential(norm)), (1, nn.Sequential(norm))]))

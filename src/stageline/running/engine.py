@@ -303,8 +303,14 @@ def _has_data(tree: Any) -> bool:
 def _accumulate(first: StepState) -> None:
     """Give the arguments of the model their gradients, as ``loss.backward()`` would."""
     gradients = _input_gradients(first)
+    if not gradients:
+        return
     wanting = [leaf for leaf in first.microbatches.input_tensors() if leaf.requires_grad]
-    pairs = [(leaf, g) for leaf, g in zip(wanting, gradients, strict=False) if g is not None]
+    pairs = [
+        (leaf, gradient)
+        for leaf, gradient in zip(wanting, gradients, strict=True)
+        if gradient is not None
+    ]
     if pairs:
         run_backward(*zip(*pairs, strict=True))
 
