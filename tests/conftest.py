@@ -20,7 +20,7 @@ import pytest
 # when torch is first used, here and in every process that a test starts.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-from tests.pools import four_ranks, two_ranks  # noqa: F401  # fixtures
+from tests.fixtures import four_ranks, one_thread, two_ranks  # noqa: F401  # used by name
 
 RINGS = ("rows", "threads", "processes", "people")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,14 +16,7 @@ from torch.nn import functional as F
 import stageline as sl
 from stageline.testing import OrderedTransport, plain_step
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Results are compared to the last bit, which the number of threads may change."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def net() -> nn.Sequential:

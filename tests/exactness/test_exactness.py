@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
 import pytest
-import torch
 from allpairspy import AllPairs
 
 from stageline.testing import RankPool
@@ -24,12 +22,7 @@ SCHEDULES = ["gpipe", "1f1b", "sequential"]
 PRECISIONS = ["fp32", "bf16"]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _name(values: object) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -61,18 +62,15 @@ def _build(run: dict[str, object]) -> tuple[nn.Sequential, Tensor, Tensor]:
     return nn.Sequential(*layers), torch.randn(rows, width), torch.randn(rows, width)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@pytest.mark.usefixtures("one_thread")
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(runs())
 def test_whatever_is_drawn_equals_the_plain_model(run: dict[str, object]) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        _compare(run)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _compare(run: dict[str, object]) -> None:
     microbatches, reduction = int(str(run["microbatches"])), str(run["reduction"])
     plain, x, y = _build(run)
     wanted = plain_step(

@@ -6,7 +6,6 @@ the plain model without an error. The tests carry the number of the fault they s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,7 @@ import stageline as sl
 from stageline.testing import RankPool, plain_step
 from tests.exactness.cases import Case, run_plain
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _case(model: str = "resnet", precision: str = "fp32", batch: str = "even") -> Case:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,7 @@ from stageline.testing import plain_step
 IGNORED = -100
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Results are compared to the last bit, which the number of threads may change."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def mlp(norm: bool = False) -> nn.Sequential:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,13 +35,7 @@ class Opaque:
     logits: Tensor
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Results are compared to the last bit, which the number of threads may change."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def cut(

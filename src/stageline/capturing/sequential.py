@@ -45,7 +45,13 @@ def is_plain_sequential(module: nn.Module) -> bool:
         and type(module).forward is nn.Sequential.forward
         and "forward" not in vars(module)  # some libraries replace it on the object
         and not has_hooks(module)
+        and not own_tensors(module)
     )
+
+
+def own_tensors(module: nn.Module) -> list[str]:
+    """Return the names of the parameters and buffers that the module itself holds."""
+    return [*module._parameters, *module._buffers]
 
 
 def has_hooks(module: nn.Module) -> bool:

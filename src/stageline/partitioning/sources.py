@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from stageline.capturing.sequential import capture_sequential, has_hooks, is_plain_sequential
+from stageline.capturing.sequential import (
+    capture_sequential,
+    has_hooks,
+    is_plain_sequential,
+    own_tensors,
+)
 from stageline.partitioning import splits
 
 StageLike = nn.Module | Callable[..., Any]
@@ -72,17 +78,17 @@ def _model_faults(model: object) -> list[str]:
             "model: it has hooks of its own, which no stage would call: remove them, or put them "
             "on its children"
         ]
-    if not is_plain_sequential(model):
-        name = type(model).__name__
-        return [f"model: {name} has a forward of its own, which cannot be cut: {wanted}"]
-    if not len(model):
-        return ["model: it has no children"]
-    own = [*model._parameters, *model._buffers]
+    own = own_tensors(model)
     if own:
         return [
             f"model: it holds {', '.join(own)} itself, which would belong to no stage: move it "
             "into one of its children"
         ]
+    if not is_plain_sequential(model):
+        name = type(model).__name__
+        return [f"model: {name} has a forward of its own, which cannot be cut: {wanted}"]
+    if not len(model):
+        return ["model: it has no children"]
     return _material_faults("", model)
 
 
@@ -124,7 +130,7 @@ def _stage_faults(index: int, stage: object) -> list[str]:
     if isinstance(stage, type):
         name = stage.__name__
         return [f"{where}: wanted a module or a function, got the class {name}: write {name}()"]
-    owner = getattr(stage, "__self__", None)
+    owner = stage.func if isinstance(stage, partial) else getattr(stage, "__self__", None)
     if isinstance(owner, nn.Module):
         return [
             f"{where}: a method of a {type(owner).__name__}, whose parameters nobody would find: "

@@ -14,7 +14,7 @@ from stageline.partitioning.sources import StageSource
 from stageline.running.program import StageProgram
 from stageline.running.runner import ProcessRunner, Runner, ThreadRunner
 from stageline.running.settings import Settings, WrapStage
-from stageline.running.stages import HeldStage, HeldStages
+from stageline.running.stages import HeldStage, HeldStages, added_prefix
 from stageline.running.timetable import Timetable
 from stageline.running.transports.base import ThreadTransport
 from stageline.running.transports.memory import MemoryTransport
@@ -92,7 +92,9 @@ def hold(
                 finding = f"wrap_stage returned for stage {index}: wanted a module, got {got}"
                 raise ConfigError(what, [finding])
             held.append(HeldStage(index, source.prefix, original, module))
-        elif source.module is not None:
+            continue
+        prefixes.append(added_prefix(index))
+        if source.module is not None:
             elsewhere.update(source.module.state_dict(prefix=source.prefix))
         else:
             prefixes.append(source.prefix)
@@ -146,6 +148,6 @@ def runner_for(settings: Settings, world: World | None, parts: Parts) -> Runner:
         transport = settings.transport
         if not isinstance(transport, ThreadTransport):
             transport = MemoryTransport()
-        return ThreadRunner(transport, placement=parts.placement, on_cpu=on_cpu)
+        return ThreadRunner(transport, schedule=parts.timetable.schedule, on_cpu=on_cpu)
     group = ProcessGroupTransport(world.new_group(settings.timeout), timeout=settings.timeout)
-    return ProcessRunner(group, placement=parts.placement, on_cpu=on_cpu)
+    return ProcessRunner(group, schedule=parts.timetable.schedule, on_cpu=on_cpu)

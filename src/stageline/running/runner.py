@@ -20,6 +20,7 @@ from stageline.running.timetable import Purpose
 from stageline.running.transports.base import Edge, Receipt, ThreadTransport
 from stageline.running.transports.process_group import ProcessGroupEndpoint, ProcessGroupTransport
 from stageline.running.workers import WorkerPool
+from stageline.scheduling import Kind, Schedule
 
 FORWARD_WINDOW = 2
 """Packets under way per channel where no backward bounds them: one travels, one is worked on."""
@@ -27,14 +28,20 @@ FORWARD_WINDOW = 2
 _FAILED = -1  # instead of a number of rows: the rank that should say it could not
 
 
-def forward_window(placement: Sequence[int]) -> int | None:
+def forward_window(schedule: Schedule) -> int | None:
     """Return how many packets of a forward-only run may be under way per channel; None: any number.
 
     Where values also travel back to an earlier rank, two ranks could wait for each other to take
-    something, so there only the rows bound them.
+    something; and where stages take microbatches in another order, one could wait for what the
+    other may not send yet. There only the rows bound them.
     """
-    one_way = all(here <= there for here, there in pairwise(placement))
-    return FORWARD_WINDOW if one_way else None
+    one_way = all(here <= there for here, there in pairwise(schedule.placement))
+    orders = {
+        row["microbatch"][(row["kind"] == Kind.FORWARD) & (row["stage"] == stage)].tobytes()
+        for row in schedule.arrays
+        for stage in set(row["stage"].tolist())
+    }
+    return FORWARD_WINDOW if one_way and len(orders) == 1 else None
 
 
 class Runner(ABC):
@@ -70,13 +77,11 @@ class Runner(ABC):
 class ThreadRunner(Runner):
     """All ranks are threads of this process."""
 
-    def __init__(
-        self, transport: ThreadTransport, *, placement: Sequence[int], on_cpu: bool
-    ) -> None:
-        self.num_ranks = max(placement) + 1
+    def __init__(self, transport: ThreadTransport, *, schedule: Schedule, on_cpu: bool) -> None:
+        self.num_ranks = schedule.num_ranks
         self.ranks = tuple(range(self.num_ranks))
         self._transport = transport
-        self._forward_window = forward_window(placement)
+        self._forward_window = forward_window(schedule)
         self._on_cpu = on_cpu
         self._pool: WorkerPool | None = None
 
@@ -129,14 +134,14 @@ class ProcessRunner(Runner):
     """This process is one rank; the others are elsewhere."""
 
     def __init__(
-        self, transport: ProcessGroupTransport, *, placement: Sequence[int], on_cpu: bool
+        self, transport: ProcessGroupTransport, *, schedule: Schedule, on_cpu: bool
     ) -> None:
         self.rank = transport.rank
         self.ranks = (transport.rank,)
         self.num_ranks = transport.num_ranks
         self._transport = transport
-        self._first_rank = placement[0]
-        self._forward_window = forward_window(placement)
+        self._first_rank = schedule.placement[0]
+        self._forward_window = forward_window(schedule)
         self._on_cpu = on_cpu
         self._endpoint: ProcessGroupEndpoint | None = None
         self._unread: list[_Once] = []

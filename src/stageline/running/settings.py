@@ -18,6 +18,7 @@ from stageline.running.timetable import Timetable
 from stageline.running.transports.base import ThreadTransport
 from stageline.running.world import World
 from stageline.scheduling import Action, Kind, Schedule, parse, schedules
+from stageline.scheduling.checking import find_faults as find_schedule_faults
 
 WrapStage = Callable[[nn.Module, int], nn.Module]
 TRANSPORTS = ("memory", "process-group")
@@ -57,9 +58,7 @@ class Settings:
             *self._transport_faults(),
             *self._device_faults(),
         ]
-        given = self._given_schedule()
-        if isinstance(given, ScheduleError):
-            faults.append(f"schedule: {given}")
+        faults += [f"schedule: {fault}" for fault in self._schedule_faults()]
         if not _is_batch_dims(self.batch_dims):
             faults.append(
                 f"batch_dims={self.batch_dims!r}: wanted a dimension (0) or one by leaf "
@@ -125,11 +124,26 @@ class Settings:
             return []
         if not isinstance(self.devices, (list, tuple)):
             return [f"devices={self.devices!r}: wanted a list with one device per rank"]
-        return [
-            fault
-            for fault in (_device_fault(device) for device in self.devices)
-            if fault is not None
+        world = self.world()
+        faults = [
+            _device_fault(device, is_here=world is None or world.rank == rank)
+            for rank, device in enumerate(self.devices)
         ]
+        return [fault for fault in faults if fault is not None]
+
+    def _schedule_faults(self) -> list[str]:
+        given = self._given_schedule()
+        if isinstance(given, ScheduleError):
+            return [str(given)]
+        if isinstance(given, str):
+            return []
+        others = sorted(
+            kind.letter for kind in given.compute_only().kinds() if kind not in _RUNNABLE
+        )
+        faults = find_schedule_faults(given)
+        if others:
+            faults.append(f"it uses {', '.join(others)}, but only F and B can be run")
+        return faults
 
     def num_ranks(self, num_stages: int, world: World | None) -> tuple[int, list[str]]:
         """Return how many ranks the pipeline has, and what is wrong with that number."""
@@ -179,7 +193,6 @@ class Settings:
         try:
             if isinstance(given, str):
                 return self._built(given, num_stages, num_ranks), []
-            given.check()
         except ScheduleError as error:
             return None, [f"schedule: {error}"]
         faults = self._fitting_faults(given, num_stages, num_ranks)
@@ -191,7 +204,7 @@ class Settings:
         return Timetable(schedule.check(), family)
 
     def _fitting_faults(self, given: Schedule, num_stages: int, num_ranks: int) -> list[str]:
-        faults = [
+        return [
             f"schedule: it is for {has} {what}, the pipeline has {wanted}"
             for what, has, wanted in (
                 ("stages", given.num_stages, num_stages),
@@ -200,12 +213,6 @@ class Settings:
             )
             if wanted is not None and has != wanted
         ]
-        others = sorted(
-            kind.letter for kind in given.compute_only().kinds() if kind not in _RUNNABLE
-        )
-        if others:
-            faults.append(f"schedule: it uses {', '.join(others)}, but only F and B can be run")
-        return faults
 
     def rank_devices(
         self, num_ranks: int, world: World | None
@@ -220,10 +227,13 @@ class Settings:
         return [torch.device(device) for device in self.devices], []
 
 
-def _device_fault(device: object) -> str | None:
-    """Return what is wrong with a device: no such name, or not on this machine."""
+def _device_fault(device: object, *, is_here: bool) -> str | None:
+    """Return what is wrong with a device: no such name, or not for this process to use."""
     try:
-        torch.empty(0, device=device)  # type: ignore[call-overload]  # anything may have come
+        named = torch.device(device)  # type: ignore[call-overload]  # anything may have come
+        if not is_here:
+            return None
+        torch.empty(0, device=named)
     except (RuntimeError, TypeError, AssertionError) as error:
         return f"devices: {device!r} is no device ({str(error).splitlines()[0]})"
     return None

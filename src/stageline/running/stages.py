@@ -46,12 +46,16 @@ class HeldStage:
         if self.module is self.original:
             return {}
         known = {id(tensor) for tensor in (*self.original.parameters(), *self.original.buffers())}
-        everything = (*self.module.named_parameters(), *self.module.named_buffers())
         return {
-            f"wrapper{self.index}.{name}": tensor
-            for name, tensor in everything
-            if id(tensor) not in known
+            added_prefix(self.index) + name: tensor
+            for name, tensor in self.module.state_dict(keep_vars=True).items()
+            if isinstance(tensor, Tensor) and id(tensor) not in known
         }
+
+
+def added_prefix(index: int) -> str:
+    """Return what the names of all that a wrapper added to a stage begin with."""
+    return f"wrapper{index}."
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""Processes that stay alive for many tests: one pool per world size, started when needed."""
+"""Fixtures for all tests: pools of processes that stay alive, and one intra-op thread."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from stageline.testing import RankPool
 
@@ -23,3 +24,12 @@ def two_ranks() -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[RankPool]:
     yield from _pool(4)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Results are compared to the last bit, which the number of intra-op threads may change."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
