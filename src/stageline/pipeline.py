@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -177,7 +177,7 @@ class Pipeline:
         self._engine = Engine(
             programs=assembly.programs(self._stages, parts, settings.unpack_tuples),
             timetable=parts.timetable,
-            runner=assembly.runner_for(settings, world, parts),
+            runner=assembly.runner_for(sources, settings, world, parts),
             loss_rule=LossRule(settings.loss_fn, settings.loss_reduction),
             batch_dims=settings.batch_dims,
             keeps_outputs=settings.keep_outputs,
@@ -261,6 +261,9 @@ class Pipeline:
     def close(self) -> None:
         """Let go of threads and connections now; collection and interpreter exit do it too."""
         self._engine.runner.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Pipeline cannot be copied or pickled: copy the model, build another one")
 
     def __repr__(self) -> str:
         schedule, runner = self.schedule, self._engine.runner

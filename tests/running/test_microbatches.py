@@ -299,7 +299,7 @@ class Shift(nn.Module):
 
 def test_arguments_of_all_sorts_reach_the_first_stage() -> None:
     torch.manual_seed(0)
-    first, last = Shift(), nn.Linear(3, 2)
+    first, last = Shift(), nn.Linear(3, 2).requires_grad_(False)
     pipe = sl.Pipeline.from_stages(
         [first, lambda pair: {"y": last(pair[0]), "n": pair[1]}],
         num_microbatches=2,

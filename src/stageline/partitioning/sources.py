@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -130,15 +131,45 @@ def _stage_faults(index: int, stage: object) -> list[str]:
     if isinstance(stage, type):
         name = stage.__name__
         return [f"{where}: wanted a module or a function, got the class {name}: write {name}()"]
-    owner = stage.func if isinstance(stage, partial) else getattr(stage, "__self__", None)
+    if not callable(stage):
+        return [f"{where}: wanted a module or a function, got {type(stage).__name__}"]
+    owner = getattr(stage, "__self__", None)
     if isinstance(owner, nn.Module):
         return [
             f"{where}: a method of a {type(owner).__name__}, whose parameters nobody would find: "
             "pass the module itself"
         ]
-    if not callable(stage):
-        return [f"{where}: wanted a module or a function, got {type(stage).__name__}"]
-    return []
+    return [
+        f"{where}: a function that uses {name}, a {type(value).__name__} with parameters or "
+        "buffers that nobody would find: pass the module itself, or a module that holds it"
+        for name, value in _used_by(stage)
+        if _has_state(value)
+    ]
+
+
+def _used_by(function: Any) -> Iterator[tuple[str, object]]:
+    """Yield what a function can reach by name: arguments of a partial, closure, globals."""
+    if isinstance(function, partial):
+        yield getattr(function.func, "__name__", "the partial's function"), function.func
+        yield from ((f"argument {index}", value) for index, value in enumerate(function.args))
+        yield from function.keywords.items()
+        yield from _used_by(function.func)
+        return
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a cell that is still empty
+            yield name, cell.cell_contents
+    known = function.__globals__
+    yield from ((name, known[name]) for name in code.co_names if name in known)
+
+
+def _has_state(value: object) -> bool:
+    if isinstance(value, nn.Module):
+        trains = any(parameter.requires_grad for parameter in value.parameters())
+        return trains or any(True for _ in value.buffers())
+    return isinstance(value, nn.Parameter) and value.requires_grad
 
 
 def _listed(stages: Any, num_stages: object) -> tuple[list[StageLike | None], list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 import torch
 from torch import nn
@@ -141,7 +142,29 @@ def programs(held: HeldStages, parts: Parts, unpack_tuples: bool) -> dict[int, S
     }
 
 
-def runner_for(settings: Settings, world: World | None, parts: Parts) -> Runner:
+def digests(sources: Sequence[StageSource], settings: Settings, parts: Parts) -> dict[str, str]:
+    """Return short fingerprints of all that ranks must agree on, by what they stand for."""
+    known = all(source.module is not None for source in sources)
+    shapes = [
+        (name, tuple(value.shape), str(value.dtype))
+        for source in sources
+        if source.module is not None and known
+        for name, value in source.module.state_dict(prefix=source.prefix).items()
+        if isinstance(value, torch.Tensor)
+    ]
+    facts = {
+        "the stages": [source.blocks if known else len(sources) for source in sources],
+        "the parameters": shapes,
+        "the schedule": parts.timetable.schedule.text(),
+        "keep_outputs or share_outputs": (settings.keep_outputs, settings.share_outputs),
+        "batch_dims": str(settings.batch_dims),
+    }
+    return {what: sha256(repr(fact).encode()).hexdigest()[:16] for what, fact in facts.items()}
+
+
+def runner_for(
+    sources: Sequence[StageSource], settings: Settings, world: World | None, parts: Parts
+) -> Runner:
     """Return who plays the ranks: threads of this process, or this process as one of many."""
     on_cpu = all(device.type == "cpu" for device in parts.devices)
     if world is None:
@@ -150,4 +173,9 @@ def runner_for(settings: Settings, world: World | None, parts: Parts) -> Runner:
             transport = MemoryTransport()
         return ThreadRunner(transport, schedule=parts.timetable.schedule, on_cpu=on_cpu)
     group = ProcessGroupTransport(world.new_group(settings.timeout), timeout=settings.timeout)
-    return ProcessRunner(group, schedule=parts.timetable.schedule, on_cpu=on_cpu)
+    return ProcessRunner(
+        group,
+        schedule=parts.timetable.schedule,
+        on_cpu=on_cpu,
+        digests=digests(sources, settings, parts),
+    )

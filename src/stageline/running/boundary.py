@@ -20,73 +20,118 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from stageline.errors import EdgeError
 from stageline.running import torch_private as trees
+from stageline.running.hidden import find_hidden_tensor
 
 
 class Packet:
     """A value on its way between two stages: flat leaves, and what is needed to rebuild the tree.
 
     Attributes:
-        leaves: Detached tensors and plain values.
+        leaves: Detached tensors and plain values; None where a leaf repeats an earlier one.
         spec: The structure; None where the value is one single leaf.
         differentiable: For each leaf, whether a gradient will travel back for it.
+        repeats: (position, earlier position) of each leaf that is one tensor with an earlier one.
+        overlaps: Positions of tensors that lie in the same memory as another one.
     """
 
-    __slots__ = ("differentiable", "leaves", "spec")
+    __slots__ = ("differentiable", "leaves", "overlaps", "repeats", "spec")
 
     def __init__(
         self,
         leaves: list[Any],
         spec: trees.TreeSpec | None = None,
         differentiable: Sequence[bool] = (),
+        repeats: Sequence[tuple[int, int]] = (),
+        overlaps: Sequence[int] = (),
     ) -> None:
         self.leaves = leaves
         self.spec = spec
         self.differentiable = differentiable
+        self.repeats = repeats
+        self.overlaps = overlaps
+
+    def with_leaves(self, leaves: list[Any]) -> Packet:
+        """Return the packet with other leaves in the same places."""
+        return Packet(leaves, self.spec, self.differentiable, self.repeats, self.overlaps)
 
     def value(self) -> Any:
         """Return the value as the sending stage made it."""
-        return self.leaves[0] if self.spec is None else trees.tree_unflatten(self.leaves, self.spec)
+        if self.spec is None:
+            return self.leaves[0]
+        leaves = self.leaves
+        if self.repeats:
+            leaves = leaves.copy()
+            for position, earlier in self.repeats:
+                leaves[position] = leaves[earlier]
+        return trees.tree_unflatten(leaves, self.spec)
 
     def to(self, device: torch.device) -> Packet:
         """Return the packet with its tensors on another device; no copy where they already are."""
-        leaves = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return Packet(leaves, self.spec, self.differentiable)
+        return self.with_leaves(
+            [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        )
 
 
-def leave(value: Any) -> tuple[Packet, list[GradientEdge]]:
-    """Detach a stage's output; return the packet, and the edges where gradients enter."""
-    leaves: list[Any]
-    if isinstance(value, Tensor):
-        leaves, spec = [value], None
-    else:
-        leaves, spec = trees.tree_flatten(value)
-    roots: list[GradientEdge] = []
+def leave(value: Any, buffers: Sequence[Tensor] = ()) -> tuple[Packet, list[GradientEdge]]:
+    """Detach a stage's output; return the packet, and the edges where gradients enter.
+
+    Args:
+        value: What the stage returned.
+        buffers: Those of the stage: one that it returns is copied, for its next call may change it.
+    """
+    packet = Packet([value]) if isinstance(value, Tensor) else _flatten(value)
+    leaves, roots = packet.leaves, []
     differentiable = [False] * len(leaves)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             _refuse_hidden_tensors(leaf)
-            continue
-        if leaf.requires_grad:
+        elif leaf.requires_grad:
             roots.append(gradient_edge(leaf))
             differentiable[index] = True
-        # detach() shares the version counter: if the next stage changes the value in place
-        # although this one has saved it, autograd notices, as it would in the plain model.
-        leaves[index] = leaf.detach()
-    return Packet(leaves, spec, differentiable), roots
+            # detach() shares the version counter: if the next stage changes the value in place
+            # although this one has saved it, autograd notices, as it would in the plain model.
+            leaves[index] = leaf.detach()
+        else:
+            is_buffer = any(_share_memory(leaf, buffer) for buffer in buffers)
+            leaves[index] = leaf.clone() if is_buffer else leaf.detach()
+    packet.differentiable = differentiable
+    return packet, roots
+
+
+def _flatten(value: Any) -> Packet:
+    """Flatten a tree, and note which tensors are the same, or lie in the same memory."""
+    leaves, spec = trees.tree_flatten(value)
+    first: dict[int, int] = {}
+    repeats = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and first.setdefault(id(leaf), index) != index:
+            repeats.append((index, first[id(leaf)]))
+    for position, _ in repeats:
+        leaves[position] = None
+    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    overlaps = [
+        index
+        for index in tensors
+        if any(index != other and _share_memory(leaves[index], leaves[other]) for other in tensors)
+    ]
+    return Packet(leaves, spec, (), repeats, overlaps)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return False
+    address: int = one.untyped_storage().data_ptr()
+    return address != 0 and address == other.untyped_storage().data_ptr()
 
 
 def _refuse_hidden_tensors(leaf: Any) -> None:
     """A tensor inside an object that torch cannot open would take its graph along unseen."""
-    hidden = [name for name, value in getattr(leaf, "__dict__", {}).items() if _is_tensor(value)]
-    if hidden:
+    where = find_hidden_tensor(leaf)
+    if where is not None:
         raise EdgeError(
-            f"a stage returned a {type(leaf).__name__} with tensors in {', '.join(hidden)}: "
-            "return a tuple or a dict, or register the class as a pytree node"
+            f"a stage returned a {type(leaf).__name__} with a tensor in {where}: return a tuple or "
+            "a dict, or register the class as a pytree node"
         )
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:
@@ -97,26 +142,58 @@ def gradient_edge(tensor: Tensor) -> GradientEdge:
 
 
 class GradientSlot:
-    """Where gradients of a stage's inputs wait to be sent back; None: input never used."""
+    """Where gradients of a stage's inputs wait to be sent back; None: input never used.
 
-    __slots__ = ("gradients",)
+    Attributes:
+        gradients: One for each input that needs one.
+        is_open: Whether the backward of this stage runs; gradients that come before are refused.
+    """
+
+    __slots__ = ("gradients", "is_open")
 
     def __init__(self, count: int) -> None:
         self.gradients: tuple[Tensor | None, ...] = (None,) * count
+        self.is_open = False
 
 
-def enter(packet: Packet) -> tuple[Any, GradientSlot | None]:
-    """Return the value for the next stage, and the slot for its gradients if any will come."""
+class Entered:
+    """What a stage is called with.
+
+    Attributes:
+        value: The value that the stage before returned.
+        slot: Where its gradients will lie; None if none will come.
+    """
+
+    __slots__ = ("_watched", "slot", "value")
+
+    def __init__(self, value: Any, slot: GradientSlot | None, watched: Sequence[Tensor]) -> None:
+        self.value = value
+        self.slot = slot
+        self._watched = [(tensor, tensor._version) for tensor in watched]
+
+    def check(self) -> None:
+        """Raise if the stage changed in place what lies in the same memory as another input."""
+        if any(tensor._version != version for tensor, version in self._watched):
+            raise EdgeError(
+                "the stage changed one of its inputs in place, and another input lies in the same "
+                "memory: return a copy of one from the stage before, or do not work in place"
+            )
+
+
+def enter(packet: Packet) -> Entered:
+    """Let a value into the graph of the next stage."""
     entering = [index for index, needed in enumerate(packet.differentiable) if needed]
-    if not entering:
-        return packet.value(), None
-    slot = GradientSlot(len(entering))
-    apply: Any = _Enter.apply  # untyped in torch
-    aliases = apply(slot, _anchor(), *(packet.leaves[index] for index in entering))
-    leaves = packet.leaves.copy()
-    for index, alias in zip(entering, aliases, strict=True):
-        leaves[index] = alias
-    return Packet(leaves, packet.spec).value(), slot
+    slot = None
+    if entering:
+        slot = GradientSlot(len(entering))
+        apply: Any = _Enter.apply  # untyped in torch
+        aliases = apply(slot, _anchor(), *(packet.leaves[index] for index in entering))
+        leaves = packet.leaves.copy()
+        for index, alias in zip(entering, aliases, strict=True):
+            leaves[index] = alias
+        packet = packet.with_leaves(leaves)
+    watched = [packet.leaves[index] for index in packet.overlaps]
+    return Entered(packet.value(), slot, [leaf for leaf in watched if not leaf.is_inference()])
 
 
 def _anchor() -> Tensor:
@@ -140,5 +217,11 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.slot.gradients = gradients
+        slot: GradientSlot = ctx.slot
+        if not slot.is_open:
+            raise RuntimeError(
+                "backward() was called inside a stage's forward, and its gradient reached the "
+                "input of the stage, where the stages before would miss it: add it to the loss"
+            )
+        slot.gradients = gradients
         return (None, None, *(None for _ in gradients))

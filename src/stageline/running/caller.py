@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from stageline.errors import PipeError
 from stageline.running.autocast import autocast_cache_off, autocast_devices
-from stageline.running.torch_private import saved_tensor_hooks
+from stageline.running.torch_private import foreign_modes, saved_tensor_hooks
 
 _PLAIN_DEVICE = torch.device("cpu")
 
@@ -34,7 +35,17 @@ class CallerState:
 
     @classmethod
     def capture(cls) -> CallerState:
-        """Read the state of the current thread."""
+        """Read the state of the current thread.
+
+        Raises:
+            PipeError: A mode is active that cannot be shared between threads.
+        """
+        modes = foreign_modes()
+        if modes:
+            raise PipeError(
+                f"{' and '.join(modes)} is active in the calling thread and cannot follow into the "
+                "threads of the ranks: leave it before the call"
+            )
         return cls(
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple((name, torch.get_autocast_dtype(name)) for name in autocast_devices()),

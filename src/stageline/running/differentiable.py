@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
+from stageline.errors import PipeError
 from stageline.running.engine import DifferentiableRun, Engine
 from stageline.running.events import Observer
 from stageline.running.microbatches import merge_outputs
+from stageline.running.torch_private import engine_will_run
 
 
 def call(
@@ -57,11 +59,21 @@ class _Pipeline(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.run_backward = run.backward
         ctx.num_inputs = len(run.inputs)
+        ctx.anchor_node = get_gradient_edge(anchor).node
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise PipeError(
+                "a pipeline cannot be differentiated twice: it was asked for a backward with "
+                "create_graph=True. Use the plain model for that loss"
+            )
+        if not engine_will_run(ctx.anchor_node):
+            raise PipeError(
+                "a pipeline gives gradients to its parameters and inputs together: call "
+                ".backward() without inputs= instead of torch.autograd.grad(...)"
+            )
         coming = iter(gradients)
         per_microbatch = [
             [gradient for flag, gradient in ((flag, next(coming)) for flag in flags) if flag]

@@ -95,10 +95,10 @@ def _model_inputs(state: StepState, microbatch: int) -> tuple[tuple[Any, ...], d
         return inputs
     leaves, spec = tree_flatten(inputs)
     cut_off = [leaf.detach() if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
-    value, slot = enter(Packet(cut_off, spec, flags))
-    assert slot is not None
-    state.slots[0, microbatch] = slot
-    args, kwargs = value
+    entered = enter(Packet(cut_off, spec, flags))
+    assert entered.slot is not None
+    state.slots[0, microbatch] = entered.slot
+    args, kwargs = entered.value
     return args, kwargs
 
 
@@ -108,15 +108,16 @@ def _forward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -
         output = program.call_first(*_model_inputs(state, microbatch))
     else:
         packet = _wait(state, state.arrivals.pop((stage, microbatch)))
-        value, slot = enter(program.accept(packet))
+        entered = enter(program.accept(packet))
         del packet
-        if slot is not None:
-            state.slots[stage, microbatch] = slot
-        output = program.call(value)
+        if entered.slot is not None:
+            state.slots[stage, microbatch] = entered.slot
+        output = program.call(entered.value)
+        entered.check()
     if program.is_last:
         _finish(state, program, microbatch, output)
         return
-    packet, roots = leave(output)
+    packet, roots = leave(output, program.buffers)
     if state.builds_graph:
         state.roots[stage, microbatch] = roots
     if program.next_is_local:
@@ -129,7 +130,7 @@ def _finish(state: StepState, program: StageProgram, microbatch: int, output: An
     """Turn the last stage's output into a loss, or keep it for gradients that come later."""
     rule = state.loss_rule
     if rule is None:
-        packet, roots = leave(output)
+        packet, roots = leave(output, program.buffers)
         state.outputs[microbatch] = packet
         if state.builds_graph:
             state.roots[program.index, microbatch] = roots
@@ -141,7 +142,7 @@ def _finish(state: StepState, program: StageProgram, microbatch: int, output: An
     # is nan.
     state.losses[microbatch] = detached * weight if weight else torch.zeros_like(detached)
     if state.keeps_outputs:
-        state.outputs[microbatch] = leave(output)[0]
+        state.outputs[microbatch] = leave(output, program.buffers)[0]
     if state.builds_graph:
         if not loss.requires_grad:
             raise RuntimeError(
@@ -165,13 +166,15 @@ def _backward(state: StepState, stage: int, microbatch: int, edge: Edge | None) 
         if gradient is not None
     ]
     del packet
+    slot = state.slots.pop(key, None)
+    if slot is not None:
+        slot.is_open = True
     if pairs:
         roots, gradients = zip(*pairs, strict=True)
         del pairs
         with autocast_suspended(state.autocast):
             run_backward(roots, gradients)
         del roots, gradients
-    slot = state.slots.pop(key, None)
     if program.is_first:
         if slot is not None:
             state.input_gradients[microbatch] = slot.gradients

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from stageline.errors import BatchError
 from stageline.running import torch_private as trees
+from stageline.running.hidden import find_hidden_tensor
 
 BatchDims = int | Mapping[str, int | None]
 
@@ -223,7 +224,11 @@ class _Sliceable:
     def _batch_dim(self, leaf: Any, index: int, batch_dims: BatchDims) -> int | None:
         if isinstance(leaf, np.ndarray):
             raise BatchError(f"{self.names[index]} is a numpy array: pass torch.from_numpy(...)")
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        if not isinstance(leaf, Tensor):
+            if not isinstance(leaf, Replicated):
+                self._refuse_hidden(leaf, index)
+            return None
+        if leaf.dim() == 0:
             return None
         if isinstance(batch_dims, int):
             dim: int | None = batch_dims
@@ -238,6 +243,14 @@ class _Sliceable:
                 "be split along: correct batch_dims or wrap it in sl.replicate(...)"
             )
         return dim % leaf.dim()
+
+    def _refuse_hidden(self, leaf: Any, index: int) -> None:
+        where = find_hidden_tensor(leaf)
+        if where is not None:
+            raise BatchError(
+                f"{self.names[index]} is a {type(leaf).__name__} with a tensor in {where}, which "
+                "cannot be split: pass a dict or a tuple, or wrap it in sl.replicate(...)"
+            )
 
     def sizes(self) -> list[tuple[int, int, int]]:
         """Return (leaf, dimension, size) for every leaf that is split."""

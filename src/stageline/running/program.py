@@ -7,6 +7,7 @@ It does not know the schedule, and the schedule does not know it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,6 +38,10 @@ class StageProgram:
     unpack_tuples: bool = False
     next_is_local: bool = False
     previous_is_local: bool = False
+
+    @cached_property
+    def buffers(self) -> tuple[Tensor, ...]:
+        return tuple(self.module.buffers())
 
     @property
     def is_first(self) -> bool:

@@ -109,8 +109,12 @@ class ThreadRunner(Runner):
         finally:
             if threads != before:
                 torch.set_num_threads(before)
-        if failures:
-            raise failures[0]
+        try:
+            if failures:
+                raise failures[0]
+        finally:
+            # Or the exception's traceback holds this frame, and the frame the exception.
+            del failures, jobs, states
 
     def _workers(self) -> WorkerPool:
         if self._pool is None or not self._pool.usable:
@@ -134,7 +138,12 @@ class ProcessRunner(Runner):
     """This process is one rank; the others are elsewhere."""
 
     def __init__(
-        self, transport: ProcessGroupTransport, *, schedule: Schedule, on_cpu: bool
+        self,
+        transport: ProcessGroupTransport,
+        *,
+        schedule: Schedule,
+        on_cpu: bool,
+        digests: Mapping[str, str],
     ) -> None:
         self.rank = transport.rank
         self.ranks = (transport.rank,)
@@ -143,6 +152,7 @@ class ProcessRunner(Runner):
         self._first_rank = schedule.placement[0]
         self._forward_window = forward_window(schedule)
         self._on_cpu = on_cpu
+        self._digests = list(digests.items())
         self._endpoint: ProcessGroupEndpoint | None = None
         self._unread: list[_Once] = []
 
@@ -151,7 +161,7 @@ class ProcessRunner(Runner):
         self._endpoint = self._transport.open(window=window)
         if self.rank == self._first_rank:
             return self._announce(purpose, count_rows)
-        said, rows = (
+        said, rows, *digests = (
             self._endpoint.receive(self._edge("S", self._first_rank, self.rank)).wait().leaves
         )
         if rows == _FAILED:
@@ -164,6 +174,7 @@ class ProcessRunner(Runner):
                 "every rank "
                 "must make the same calls in the same order and mode"
             )
+        self._compare(digests)
         mine = count_rows()
         if mine is not None and mine != rows:
             raise PeerError(
@@ -172,6 +183,18 @@ class ProcessRunner(Runner):
             )
         return int(rows)
 
+    def _compare(self, theirs: Sequence[str]) -> None:
+        """Raise if the first rank has built another pipeline than this one."""
+        differing = [
+            what for (what, mine), other in zip(self._digests, theirs, strict=True) if mine != other
+        ]
+        if differing:
+            raise PeerError(
+                f"ranks {self._first_rank} and {self.rank} have built different pipelines: they "
+                f"differ in {', '.join(differing)}. Every rank must run the same script with the "
+                "same arguments"
+            )
+
     def _announce(self, purpose: Purpose, count_rows: Callable[[], int | None]) -> int:
         rows = None
         try:
@@ -179,7 +202,8 @@ class ProcessRunner(Runner):
             assert rows is not None
             return rows
         finally:
-            signature = Packet([purpose.value, _FAILED if rows is None else rows])
+            digests = [digest for _, digest in self._digests]
+            signature = Packet([purpose.value, _FAILED if rows is None else rows, *digests])
             self._send_to_others("S", signature)
 
     def run(

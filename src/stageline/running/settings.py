@@ -231,6 +231,8 @@ def _device_fault(device: object, *, is_here: bool) -> str | None:
     """Return what is wrong with a device: no such name, or not for this process to use."""
     try:
         named = torch.device(device)  # type: ignore[call-overload]  # anything may have come
+        if named.type == "meta":
+            raise TypeError("nothing can run there")
         if not is_here:
             return None
         torch.empty(0, device=named)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -88,10 +89,15 @@ class HeldStages:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the stages held here, under original names."""
-        merged: dict[str, Any] = {}
+        merged: OrderedDict[str, Any] = OrderedDict()
+        versions: dict[str, Any] = {}
         for stage in self.stages:
-            merged.update(stage.original.state_dict(prefix=stage.prefix))
+            part = stage.original.state_dict(prefix=stage.prefix)
+            merged.update(part)
+            versions.update(_versions(part))
             merged.update({name: tensor.detach() for name, tensor in stage.added().items()})
+        # Where torch keeps the format version of each module, for those that migrate old formats.
+        merged._metadata = versions  # type: ignore[attr-defined]
         return merged
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool) -> LoadedKeys:
@@ -128,5 +134,18 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
-def _without_prefix(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
+def _without_prefix(state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+    part = OrderedDict(_cut_names(state, prefix))
+    part._metadata = _cut_names(_versions(state), prefix)  # type: ignore[attr-defined]
+    return part
+
+
+def _cut_names(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    # Of the module "0." itself the version is kept under "0", without the dot.
+    inside = {n[len(prefix) :]: value for n, value in state.items() if n.startswith(prefix)}
+    own = {"": state[prefix[:-1]]} if prefix and prefix[:-1] in state else {}
+    return {**own, **inside}
+
+
+def _versions(state: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(getattr(state, "_metadata", None) or {})

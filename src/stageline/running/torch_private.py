@@ -10,7 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
+
+# There is no public way to see which modes are active.
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # There is no public pytree module in torch; these functions have kept their meaning since 2.1 and
 # know the containers that users register (transformers' ModelOutput among them).
@@ -27,6 +32,8 @@ from torch.utils._pytree import (
 
 __all__ = [
     "TreeSpec",
+    "engine_will_run",
+    "foreign_modes",
     "leaf_names",
     "run_backward",
     "saved_tensor_hooks",
@@ -55,10 +62,21 @@ def run_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Ten
     )
 
 
+def engine_will_run(node: Node) -> bool:
+    """Return whether the backward that runs now also reaches a node; asked from inside of it."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
     """Return this thread's pack and unpack hooks; torch has no public getter."""
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
+
+
+def foreign_modes() -> list[str]:
+    """Return the modes that intercept torch in this thread, but for the default device."""
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    return [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
 
 
 def leaf_names(tree: Any, *, root: str) -> list[str]:

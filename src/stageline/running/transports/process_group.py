@@ -52,6 +52,12 @@ class ProcessGroupTransport:
         self._epoch = 0
         self._sent: dict[tuple[int, str], int] = defaultdict(int)
         self._expected: dict[tuple[int, str], int] = defaultdict(int)
+        # After a failure peers may never take what was sent, and nobody should wait for them: the
+        # runner sets this to 0.
+        self.patience = [timeout]
+        self._start()
+
+    def _start(self) -> None:
         self._outbox: SimpleQueue[_Shipment | None] = SimpleQueue()
         reaper = threading.Thread(
             target=_finish_sends,
@@ -60,13 +66,13 @@ class ProcessGroupTransport:
             daemon=True,
         )
         reaper.start()
-        # What was sent last must arrive, also when the script ends right after; but after a failure
-        # peers may never take it, and nobody should wait for them: the runner sets this to 0.
-        self.patience = [timeout]
+        # What was sent last must arrive, also when the script ends right after.
         self.close = weakref.finalize(self, _drain, self._outbox, reaper, self.patience)
 
     def open(self, *, window: int | None) -> ProcessGroupEndpoint:
         """Begin a step; ranks count alike, so messages of different steps never match."""
+        if not self.close.alive:  # closed and used again
+            self._start()
         self._epoch += 1
         return ProcessGroupEndpoint(self, self._epoch, window)
 

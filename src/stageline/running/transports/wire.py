@@ -178,6 +178,8 @@ def encode(packet: Packet, edge: Edge, epoch: int) -> Encoded:
         "epoch": epoch,
         "spec": None if packet.spec is None else _dump_spec(packet.spec, edge),
         "differentiable": list(packet.differentiable),
+        "repeats": list(packet.repeats),
+        "overlaps": list(packet.overlaps),
         "leaves": leaves,
     }
     text = json.dumps(header).encode()
@@ -244,6 +246,8 @@ class Header:
     epoch: int
     spec: trees.TreeSpec | None
     differentiable: list[bool]
+    repeats: list[tuple[int, int]]
+    overlaps: list[int]
     leaves: list[Any]  # a Layout where a tensor belongs
     inline: bytes
 
@@ -275,7 +279,7 @@ class Header:
             else leaf.rebuild(next(received) if leaf.num_bytes else leaf.empty_bytes())
             for leaf in self.leaves
         ]
-        return Packet(leaves, self.spec, self.differentiable)
+        return Packet(leaves, self.spec, self.differentiable, self.repeats, self.overlaps)
 
 
 def missing_bytes(first: Tensor) -> int:
@@ -300,6 +304,8 @@ def decode(first: Tensor, rest: Tensor | None) -> Header:
         epoch=fields["epoch"],
         spec=None if spec is None else _load_spec(spec),
         differentiable=fields["differentiable"],
+        repeats=fields["repeats"],
+        overlaps=fields["overlaps"],
         leaves=[
             Layout.from_json(leaf["tensor"]) if "tensor" in leaf else leaf["value"]
             for leaf in fields["leaves"]
