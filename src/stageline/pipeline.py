@@ -16,6 +16,7 @@ from stageline.planning import forecast
 from stageline.running import assembly, differentiable
 from stageline.running.engine import Engine
 from stageline.running.events import Observer
+from stageline.running.foreign import ForeignParameters
 from stageline.running.loss import LossFunction, LossRule
 from stageline.running.microbatches import BatchDims, LossReduction
 from stageline.running.result import StepResult
@@ -183,6 +184,7 @@ class Pipeline:
             keeps_outputs=settings.keep_outputs,
             shares_outputs=settings.share_outputs,
             parameters=tuple(self.parameters()),
+            foreign=ForeignParameters(assembly.owners(sources)),
         )
 
     @property

@@ -170,6 +170,34 @@ def test_a_function_that_closes_over_a_module_is_refused() -> None:
     sl.Pipeline.from_stages([lambda v: frozen(v), linear()], num_microbatches=2)
 
 
+def test_a_loss_that_uses_another_stages_parameter_is_refused() -> None:
+    """Between processes the gradient of a penalty on all weights was lost without a word."""
+    model = nn.Sequential(linear(), nn.Tanh(), linear())
+
+    def penalised(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) + sum(p.pow(2).sum() for p in model.parameters())
+
+    pipe = sl.Pipeline(model, split=2, num_microbatches=2, loss_fn=penalised)
+    x, y = batch()
+    with pytest.raises(sl.StepError, match=r"uses 0\..*, a parameter of stage 0: .*weight_decay"):
+        pipe.step(x, target=y)
+    one_stage = sl.Pipeline(model, split=1, num_microbatches=2, loss_fn=penalised)
+    one_stage.step(x, target=y)
+
+
+def test_a_stage_that_reaches_into_another_is_refused() -> None:
+    first = linear()
+
+    class Thief(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ first.weight
+
+    pipe = sl.Pipeline.from_stages([first, Thief()], num_microbatches=2, loss_fn=F.mse_loss)
+    x, y = batch()
+    with pytest.raises(sl.StepError, match=r"uses 0\.weight, a parameter of stage 0"):
+        pipe.step(x, target=y)
+
+
 @dataclass
 class Labels:
     y: Tensor

@@ -12,6 +12,7 @@ from torch import nn
 from stageline.errors import ConfigError
 from stageline.partitioning import Plan, StagePlan
 from stageline.partitioning.sources import StageSource
+from stageline.running.foreign import Owner
 from stageline.running.program import StageProgram
 from stageline.running.runner import ProcessRunner, Runner, ThreadRunner
 from stageline.running.settings import Settings, WrapStage
@@ -160,6 +161,16 @@ def digests(sources: Sequence[StageSource], settings: Settings, parts: Parts) ->
         "batch_dims": str(settings.batch_dims),
     }
     return {what: sha256(repr(fact).encode()).hexdigest()[:16] for what, fact in facts.items()}
+
+
+def owners(sources: Sequence[StageSource]) -> dict[int, Owner]:
+    """Return the stage and name of every parameter that is known here, by identity."""
+    return {
+        id(parameter): (index, source.prefix + name, parameter)
+        for index, source in enumerate(sources)
+        if source.module is not None
+        for name, parameter in source.module.named_parameters()
+    }
 
 
 def runner_for(

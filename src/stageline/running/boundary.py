@@ -79,6 +79,8 @@ def leave(value: Any, buffers: Sequence[Tensor] = ()) -> tuple[Packet, list[Grad
         value: What the stage returned.
         buffers: Those of the stage: one that it returns is copied, for its next call may change it.
     """
+    if isinstance(value, Tensor) and value.requires_grad:  # by far the most common value
+        return Packet([value.detach()], None, (True,)), [gradient_edge(value)]
     packet = Packet([value]) if isinstance(value, Tensor) else _flatten(value)
     leaves, roots = packet.leaves, []
     differentiable = [False] * len(leaves)
@@ -166,10 +168,12 @@ class Entered:
 
     __slots__ = ("_watched", "slot", "value")
 
-    def __init__(self, value: Any, slot: GradientSlot | None, watched: Sequence[Tensor]) -> None:
+    def __init__(
+        self, value: Any, slot: GradientSlot | None, watched: Sequence[Tensor] = ()
+    ) -> None:
         self.value = value
         self.slot = slot
-        self._watched = [(tensor, tensor._version) for tensor in watched]
+        self._watched = [(tensor, tensor._version) for tensor in watched] if watched else ()
 
     def check(self) -> None:
         """Raise if the stage changed in place what lies in the same memory as another input."""
@@ -182,12 +186,15 @@ class Entered:
 
 def enter(packet: Packet) -> Entered:
     """Let a value into the graph of the next stage."""
+    apply: Any = _Enter.apply  # untyped in torch
+    if packet.spec is None and packet.differentiable[0]:  # by far the most common packet
+        only = GradientSlot(1)
+        return Entered(apply(only, _ANCHOR, packet.leaves[0])[0], only)
     entering = [index for index, needed in enumerate(packet.differentiable) if needed]
     slot = None
     if entering:
         slot = GradientSlot(len(entering))
-        apply: Any = _Enter.apply  # untyped in torch
-        aliases = apply(slot, _anchor(), *(packet.leaves[index] for index in entering))
+        aliases = apply(slot, _ANCHOR, *(packet.leaves[index] for index in entering))
         leaves = packet.leaves.copy()
         for index, alias in zip(entering, aliases, strict=True):
             leaves[index] = alias
@@ -196,9 +203,8 @@ def enter(packet: Packet) -> Entered:
     return Entered(packet.value(), slot, [leaf for leaf in watched if not leaf.is_inference()])
 
 
-def _anchor() -> Tensor:
-    """Return a tensor that makes ``_Enter`` part of the graph; nothing ever accumulates into it."""
-    return torch.empty(0, requires_grad=True)
+# Makes ``_Enter`` part of the graph; nothing ever accumulates into it.
+_ANCHOR = torch.empty(0, requires_grad=True)
 
 
 class _Enter(torch.autograd.Function):

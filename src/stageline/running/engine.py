@@ -16,6 +16,7 @@ from stageline.errors import BatchError, PipeError, ScheduleError, StepError
 from stageline.running.boundary import Packet
 from stageline.running.events import Observer
 from stageline.running.executor import StepState
+from stageline.running.foreign import ForeignParameters
 from stageline.running.loss import LossRule
 from stageline.running.microbatches import (
     BatchDims,
@@ -44,6 +45,7 @@ class Engine:
         keeps_outputs: Whether a step returns its outputs.
         shares_outputs: Whether outputs go to every rank, or stay on the last stage's.
         parameters: Those of the stages that live here.
+        foreign: Which stage each parameter of the model belongs to.
     """
 
     programs: Mapping[int, StageProgram]
@@ -54,6 +56,7 @@ class Engine:
     keeps_outputs: bool
     shares_outputs: bool
     parameters: tuple[nn.Parameter, ...]
+    foreign: ForeignParameters
     _busy: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -205,6 +208,7 @@ class Engine:
                 builds_graph=purpose.builds_graph,
                 loss_rule=loss_rule,
                 keeps_outputs=self.keeps_outputs,
+                foreign=self.foreign,
             )
             for rank in self.runner.ranks
         }

@@ -21,6 +21,7 @@ from stageline.errors import StepError
 from stageline.running.autocast import autocast_devices, autocast_suspended
 from stageline.running.boundary import GradientSlot, Packet, enter, gradient_edge, leave
 from stageline.running.events import ActionDone, Observer
+from stageline.running.foreign import ForeignParameters
 from stageline.running.loss import LossRule
 from stageline.running.microbatches import Microbatches
 from stageline.running.program import StageProgram
@@ -59,12 +60,14 @@ class StepState:
         builds_graph: bool,
         loss_rule: LossRule | None,
         keeps_outputs: bool,
+        foreign: ForeignParameters,
     ) -> None:
         self.programs = programs
         self.microbatches = microbatches
         self.builds_graph = builds_graph
         self.loss_rule = loss_rule
         self.keeps_outputs = keeps_outputs
+        self.foreign = foreign
         self.arrivals: dict[Key, Receipt] = {}
         self.departures: dict[Key, Packet] = {}
         self.roots: dict[Key, list[GradientEdge]] = {}
@@ -76,6 +79,14 @@ class StepState:
         self.outputs: dict[int, Packet] = {}
         self.autocast: list[str] = []
         self.waited: float | None = None
+        self._shares: dict[float, Tensor] = {}
+
+    def share(self, weight: float, like: Tensor) -> Tensor:
+        """Return a weight as root gradient of a loss; microbatches of one size have one."""
+        known = self._shares.get(weight)
+        if known is None or known.dtype is not like.dtype or known.shape != like.shape:
+            known = self._shares[weight] = torch.full_like(like, weight)
+        return known
 
 
 def _wait(state: StepState, receipt: Receipt) -> Packet:
@@ -119,6 +130,7 @@ def _forward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -
         return
     packet, roots = leave(output, program.buffers)
     if state.builds_graph:
+        state.foreign.check(stage, [output] if packet.spec is None else tree_flatten(output)[0])
         state.roots[stage, microbatch] = roots
     if program.next_is_local:
         state.arrivals[stage + 1, microbatch] = Arrived(packet)
@@ -149,10 +161,11 @@ def _finish(state: StepState, program: StageProgram, microbatch: int, output: An
                 "the loss depends on no parameter that requires a gradient: unfreeze one, or call "
                 "pipe.eval() first if only the loss is wanted"
             )
+        state.foreign.check(program.index, [loss])
         key = (program.index, microbatch)
         state.roots[key] = [gradient_edge(loss)]
         # The share as root gradient is what multiplying the loss by it would give, at no cost.
-        share = torch.full_like(detached, weight) if weight else None
+        share = state.share(weight, detached) if weight else None
         state.gradients[key] = Arrived(Packet([share]))
 
 
@@ -160,21 +173,18 @@ def _backward(state: StepState, stage: int, microbatch: int, edge: Edge | None) 
     program = state.programs[stage]
     key = (stage, microbatch)
     packet = program.accept(_wait(state, state.gradients.pop(key)))
-    pairs = [
-        (root, gradient)
-        for root, gradient in zip(state.roots.pop(key), packet.leaves, strict=True)
-        if gradient is not None
-    ]
+    roots, gradients = _present(state.roots.pop(key), packet.leaves)
     del packet
     slot = state.slots.pop(key, None)
     if slot is not None:
         slot.is_open = True
-    if pairs:
-        roots, gradients = zip(*pairs, strict=True)
-        del pairs
-        with autocast_suspended(state.autocast):
+    if roots:
+        if state.autocast:
+            with autocast_suspended(state.autocast):
+                run_backward(roots, gradients)
+        else:
             run_backward(roots, gradients)
-        del roots, gradients
+    del roots, gradients
     if program.is_first:
         if slot is not None:
             state.input_gradients[microbatch] = slot.gradients
@@ -184,6 +194,20 @@ def _backward(state: StepState, stage: int, microbatch: int, edge: Edge | None) 
         state.gradients[stage - 1, microbatch] = Arrived(returned)
     else:
         state.returns[key] = returned
+
+
+def _present(
+    roots: list[GradientEdge], gradients: list[Tensor | None]
+) -> tuple[list[GradientEdge], list[Tensor]]:
+    """Return the roots for which a gradient came, and the gradients."""
+    if len(roots) == 1 and len(gradients) == 1 and gradients[0] is not None:
+        return roots, gradients  # type: ignore[return-value]  # not None
+    pairs = [
+        (root, gradient)
+        for root, gradient in zip(roots, gradients, strict=True)
+        if gradient is not None
+    ]
+    return [root for root, _ in pairs], [gradient for _, gradient in pairs]
 
 
 def _send_forward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:

@@ -214,6 +214,9 @@ class _Sliceable:
         leaves, self._spec = trees.tree_flatten(tree)
         self.dims = [self._batch_dim(leaf, index, batch_dims) for index, leaf in enumerate(leaves)]
         self.leaves = [_unmarked(leaf) for leaf in leaves]
+        # By far the most common trees, one tensor and a tuple of one, are sliced without detours.
+        self._is_tensor = isinstance(tree, Tensor)
+        self._is_one = type(tree) is tuple and len(tree) == 1 and isinstance(tree[0], Tensor)
         self.has_data = any(leaf is not None for leaf in leaves)
 
     @cached_property
@@ -277,6 +280,9 @@ class _Sliceable:
     def slice(self, start: int, length: int, *, detached: bool = False) -> Any:
         if not self.leaves:
             return self._tree
+        if (self._is_tensor or self._is_one) and self.dims[0] is not None:
+            part = _narrow(self.leaves[0], self.dims[0], start, length, detached)
+            return part if self._is_tensor else (part,)
         leaves = [
             leaf if dim is None else _narrow(leaf, dim, start, length, detached)
             for leaf, dim in zip(self.leaves, self.dims, strict=True)

@@ -1,0 +1,56 @@
+"""A stage, or the loss, that uses a parameter of another stage: found in its first graph.
+
+A penalty such as ``sum(p.pow(2).sum() for p in model.parameters())`` in ``loss_fn`` reaches into
+every stage. On another process that parameter's gradient would be lost without a word, and between
+threads it would be added in any order; so it is refused everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from stageline.errors import EdgeError
+
+Owner = tuple[
+    int, str, nn.Parameter
+]  # stage, name, and the parameter, so that its id stays its own
+
+
+class ForeignParameters:
+    """Knows which stage every parameter belongs to, and looks at each stage's graph once."""
+
+    def __init__(self, owners: Mapping[int, Owner]) -> None:
+        self._owners = owners
+        self._seen: set[int] = set()
+
+    def check(self, stage: int, results: Iterable[object]) -> None:
+        """Raise if the graph of what a stage made ends in a parameter of another stage."""
+        if stage in self._seen:
+            return
+        self._seen.add(stage)
+        roots = [result.grad_fn for result in results if isinstance(result, Tensor)]
+        for variable in _leaves(root for root in roots if root is not None):
+            owner = self._owners.get(id(variable))
+            if owner is not None and owner[0] != stage:
+                raise EdgeError(
+                    f"stage {stage}, or the loss computed there, uses {owner[1]}, a parameter of "
+                    f"stage {owner[0]}: put both into one stage; a penalty on weights belongs into "
+                    "the optimizer (weight_decay) or into the stage that has them"
+                )
+
+
+def _leaves(roots: Iterable[Node]) -> Iterable[object]:
+    """Yield the tensors in which a graph ends."""
+    seen: set[Node] = set()
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [following for following, _ in node.next_functions if following is not None]
