@@ -154,8 +154,12 @@ def test_ctrl_c_that_nobody_catches_ends_the_script(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_second_ctrl_c_does_not_wait_for_a_stage_that_hangs(tmp_path: Path) -> None:
-    again = "time.sleep(0.5); os.kill(os.getpid(), signal.SIGINT); time.sleep(600)"
-    hangs = INTERRUPTED.replace("time.sleep(0.2)", again)
+    # The second one must not come before the first has been taken, or the two become one.
+    again = "[time.sleep(0.01) for _ in iter(lambda: bool(seen), True)]"
+    hangs = INTERRUPTED.replace(
+        "time.sleep(0.2)", f"{again}; os.kill(os.getpid(), signal.SIGINT); time.sleep(600)"
+    ).replace("class Slow", "seen = []\nsignal.signal(signal.SIGINT, note)\nclass Slow")
+    hangs = "def note(*_):\n    seen.append(1)\n    raise KeyboardInterrupt\n" + hangs
     leave = "import sys; sys.stdout.flush(); os._exit(7) #"
     done = run_script(hangs.replace("print(round", leave), tmp_path)
     assert (done.returncode, done.stdout) == (7, "interrupted\n")

@@ -68,7 +68,7 @@ class CallerState:
             if self.hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
             for name, dtype in self.autocast:
-                stack.enter_context(torch.autocast(name, dtype=dtype, cache_enabled=False))
+                stack.enter_context(torch.autocast(name, dtype=dtype))
             stack.enter_context(step_modes(builds_graph))
             function()
 

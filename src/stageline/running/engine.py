@@ -180,8 +180,7 @@ class Engine:
         if self._is_first and not _has_data((args, kwargs)):
             raise BatchError(
                 f"rank {self._placement[0]} holds stage 0 and needs the model's arguments, but "
-                "none of "
-                "them is a tensor: pass the batch, step(x, target=y)"
+                "none of them is a tensor: pass the batch, step(x, target=y)"
             )
         if purpose not in (Purpose.TRAIN, Purpose.EVALUATE):
             return
@@ -189,8 +188,7 @@ class Engine:
             if target is not None:
                 raise BatchError(
                     "a target was given, but this pipeline has no loss_fn to use it: pass "
-                    "loss_fn=..., or "
-                    "give the labels to the model that computes its own loss"
+                    "loss_fn=..., or give the labels to the model that computes its own loss"
                 )
         elif target is None and self._last_rank in self.runner.ranks:
             raise BatchError(
@@ -229,8 +227,7 @@ class Engine:
         if not self._busy.acquire(blocking=False):
             raise PipeError(
                 "this pipeline is already running a call in another thread: wait for it, or "
-                "build a "
-                "second pipeline"
+                "build a second pipeline"
             )
         try:
             yield
@@ -252,8 +249,7 @@ class Engine:
             if isinstance(failure, StepError) and len(fresh) < len(self.parameters):
                 failure.hint = (
                     "(Gradients accumulated before this step may now hold a part of it: call "
-                    "zero_grad() "
-                    "before the next one.)"
+                    "zero_grad() before the next one.)"
                 )
             raise
 

@@ -181,10 +181,8 @@ def _disagreement(tree: _Sliceable, index: int, dim: int, says: str, rows: int) 
     name, shape = tree.names[index], tuple(tree.leaves[index].shape)
     return (
         f"{name} has {shape[dim]} rows in dimension {dim} (shape {shape}), but {says} the batch "
-        "has "
-        f"{rows}. Wrap it in sl.replicate(...) if every microbatch needs it whole, or name its "
-        "batch "
-        f"dimension: batch_dims={{{name!r}: ...}}"
+        f"has {rows}. Wrap it in sl.replicate(...) if every microbatch needs it whole, or name its "
+        f"batch dimension: batch_dims={{{name!r}: ...}}"
     )
 
 
@@ -241,9 +239,8 @@ class _Sliceable:
             return None
         if not -leaf.dim() <= dim < leaf.dim():
             raise BatchError(
-                f"{self.names[index]} has shape {tuple(leaf.shape)}, so it has no dimension "
-                f"{dim} to "
-                "be split along: correct batch_dims or wrap it in sl.replicate(...)"
+                f"{self.names[index]} has shape {tuple(leaf.shape)}, so it has no dimension {dim} "
+                "to be split along: correct batch_dims or wrap it in sl.replicate(...)"
             )
         return dim % leaf.dim()
 

@@ -171,8 +171,7 @@ class ProcessRunner(Runner):
         if said != purpose.value:
             raise PeerError(
                 f"rank {self.rank} is at {purpose.value}, rank {self._first_rank} at {said}: "
-                "every rank "
-                "must make the same calls in the same order and mode"
+                "every rank must make the same calls in the same order and mode"
             )
         self._compare(digests)
         mine = count_rows()
@@ -213,12 +212,11 @@ class ProcessRunner(Runner):
         assert self._endpoint is not None
         state.endpoint = self._endpoint
         before = use_threads(share_of_cores()) if self._on_cpu else torch.get_num_threads()
-        patience = self._transport.patience
-        patience[0], usual = 0.0, patience[0]
+        self._transport.set_patient(False)  # for as long as this may fail
         try:
             with step_modes(state.builds_graph):
                 run_row(rows[self.rank], state, observer)
-            patience[0] = usual
+            self._transport.set_patient(True)
         finally:
             use_threads(before)
 

@@ -52,10 +52,12 @@ class ProcessGroupTransport:
         self._epoch = 0
         self._sent: dict[tuple[int, str], int] = defaultdict(int)
         self._expected: dict[tuple[int, str], int] = defaultdict(int)
-        # After a failure peers may never take what was sent, and nobody should wait for them: the
-        # runner sets this to 0.
-        self.patience = [timeout]
+        self._patience = [timeout]  # a list, so that the finalizer sees it change
         self._start()
+
+    def set_patient(self, patient: bool) -> None:
+        """Say whether closing waits for peers to take what was sent; some never will."""
+        self._patience[0] = self.timeout.total_seconds() if patient else 0.0
 
     def _start(self) -> None:
         self._outbox: SimpleQueue[_Shipment | None] = SimpleQueue()
@@ -67,7 +69,7 @@ class ProcessGroupTransport:
         )
         reaper.start()
         # What was sent last must arrive, also when the script ends right after.
-        self.close = weakref.finalize(self, _drain, self._outbox, reaper, self.patience)
+        self.close = weakref.finalize(self, _drain, self._outbox, reaper, self._patience)
 
     def open(self, *, window: int | None) -> ProcessGroupEndpoint:
         """Begin a step; ranks count alike, so messages of different steps never match."""
@@ -115,9 +117,8 @@ class ProcessGroupTransport:
             peer = edge.source_rank
             raise PeerError(
                 f"rank {self.rank} waited for edge {edge} from rank {peer}, and it did not come "
-                f"({_first_line(cause)}): look at the output of rank {peer}, which failed, "
-                "ended or is "
-                f"slower than timeout={self.timeout.total_seconds():g} s"
+                f"({_first_line(cause)}): look at the output of rank {peer}, which failed, ended "
+                f"or is slower than timeout={self.timeout.total_seconds():g} s"
             ) from cause
 
 
@@ -184,8 +185,8 @@ class ProcessGroupEndpoint(Endpoint):
         if room is not None and not room.acquire(timeout=timeout):
             raise PeerError(
                 f"rank {edge.source_rank} waited {timeout:g} s for rank {edge.target_rank} to "
-                "take what "
-                f"was sent before edge {edge}: look at the output of rank {edge.target_rank}"
+                f"take what was sent before edge {edge}: look at the output of rank "
+                f"{edge.target_rank}"
             )
         self._transport.ship(edge, self._epoch, packet, room)
 
@@ -232,8 +233,7 @@ class _ProcessGroupReceipt(Receipt):
             return
         rank, peer = self._edge.target_rank, self._edge.source_rank
         raise PeerError(
-            f"rank {rank} waited for edge {self._edge} of step {self._epoch}, but rank {peer} sent "
-            f"{Edge(*header.edge)} of step {header.epoch}: every rank must run the same script "
-            "with the "
-            "same model, split, schedule and number of steps"
+            f"rank {rank} waited for edge {self._edge} of step {self._epoch}, but rank {peer} "
+            f"sent {Edge(*header.edge)} of step {header.epoch}: every rank must run the same "
+            "script with the same model, split, schedule and number of steps"
         )

@@ -198,8 +198,8 @@ def _on_the_wire(tensor: Tensor, edge: Edge, index: int) -> Tensor:
     ):
         raise EdgeError(
             f"edge {edge}: leaf {index} is a {type(tensor).__name__} of layout {tensor.layout}; "
-            "only plain "
-            "dense tensors can cross between processes: convert it, or keep it within one stage"
+            "only plain dense tensors can cross between processes: convert it, or keep it within "
+            "one stage"
         )
     return tensor.detach().cpu().resolve_conj().resolve_neg()
 
@@ -213,8 +213,7 @@ def _dump_spec(spec: trees.TreeSpec, edge: Edge) -> str:
     except Exception as cause:
         raise EdgeError(
             f"edge {edge}: the structure {spec} cannot cross between processes ({cause}): use "
-            "tuples, "
-            "lists and dicts, or register the class with a serialized_type_name"
+            "tuples, lists and dicts, or register the class with a serialized_type_name"
         ) from cause
 
 
