@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -70,13 +71,17 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="fewer rounds")
     rounds = 7 if parser.parse_args().short else 25
     torch.set_num_threads(1)
+    random.seed(0)
     print("| width | rows x microbatches | plain ms | A/A | pipeline ms | plain / pipeline |")
     print("|---|---|---|---|---|---|")
     for case in CASES:
         racing = contestants(case)
         times: dict[str, list[float]] = {name: [] for name in racing}
-        for name, run in list(racing.items()) * (rounds + 1):
-            times[name].append(1000 * seconds(run))
+        order = list(racing)
+        for _ in range(rounds + 1):  # the first round warms up
+            random.shuffle(order)  # who runs after whom matters: caches, sleeping threads
+            for name in order:
+                times[name].append(1000 * seconds(racing[name]))
         medians = {name: statistics.median(values[1:]) for name, values in times.items()}
         print(
             f"| {case.width} | {case.rows_per_microbatch} x {case.num_microbatches} "

@@ -167,6 +167,10 @@ class Engine:
 
         rows = self.runner.begin(purpose, count_rows)
         if cut:
+            has_loss = purpose in (Purpose.TRAIN, Purpose.EVALUATE)
+            cut[0].slice_ahead(
+                inputs=self._is_first, targets=has_loss and self._last_rank in self.runner.ranks
+            )
             return cut[0]
         return Microbatches((), {}, None, num_microbatches=count, rows=rows)
 
@@ -287,11 +291,16 @@ class _Merged:
         return self._value
 
 
-def _total(losses: Mapping[int, Tensor]) -> Tensor:
-    """Add up the weighted losses, first microbatch first, as a plain loop would."""
-    total = torch.zeros_like(losses[0])
-    for microbatch in sorted(losses):
-        total = total + losses[microbatch]
+def _total(losses: Mapping[int, tuple[Tensor, float]]) -> Tensor:
+    """Add up the weighted losses, first microbatch first, as a plain loop would.
+
+    A microbatch that weighs nothing has no say: its loss may be a mean over nothing, and 0 * nan
+    is nan.
+    """
+    total = torch.zeros_like(losses[0][0])
+    for _, (loss, weight) in sorted(losses.items()):
+        if weight:
+            total = total + loss * weight
     return total
 
 

@@ -43,7 +43,7 @@ class StepState:
         gradients: Gradients on their way to the outputs of (stage, microbatch).
         returns: Gradients of the inputs of (stage, microbatch) that wait for their send.
         input_gradients: Gradients of the model's arguments, for each microbatch, where asked for.
-        losses: Weighted loss of each microbatch, detached.
+        losses: Loss of each microbatch, detached, and what it weighs.
         outputs: Output of each microbatch, detached, where the caller wants it.
         endpoint: This rank's side of the transport; the runner sets it when rows begin.
         autocast: The device types for which forward runs under autocast.
@@ -75,7 +75,7 @@ class StepState:
         self.gradients: dict[Key, Receipt] = {}
         self.returns: dict[Key, Packet] = {}
         self.input_gradients: dict[int, Sequence[Tensor | None]] = {}
-        self.losses: dict[int, Tensor] = {}
+        self.losses: dict[int, tuple[Tensor, float]] = {}
         self.outputs: dict[int, Packet] = {}
         self.autocast: list[str] = []
         self.waited: float | None = None
@@ -150,9 +150,7 @@ def _finish(state: StepState, program: StageProgram, microbatch: int, output: An
     loss = rule.loss(output, program.localise(state.microbatches.target(microbatch)))
     weight = rule.weight(state.microbatches, microbatch)
     detached = loss.detach()
-    # A microbatch that weighs nothing has no say: its loss may be a mean over nothing, and 0 * nan
-    # is nan.
-    state.losses[microbatch] = detached * weight if weight else torch.zeros_like(detached)
+    state.losses[microbatch] = (detached, weight)
     if state.keeps_outputs:
         state.outputs[microbatch] = leave(output, program.buffers)[0]
     if state.builds_graph:

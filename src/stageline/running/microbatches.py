@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,9 @@ class Microbatches:
         self.rows = self._agreed_rows(rows)
         self.count = min(num_microbatches, self.rows)
         self.sizes = split_sizes(self.rows, self.count)
-        self._starts = [sum(self.sizes[:index]) for index in range(self.count)]
+        self._starts = [0, *accumulate(self.sizes)]
+        self._sliced_inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._sliced_targets: list[Any] = []
 
     @property
     def _trees(self) -> tuple[_Sliceable, _Sliceable, _Sliceable]:
@@ -133,6 +136,8 @@ class Microbatches:
 
     def inputs(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the model for one microbatch, without a graph behind them."""
+        if self._sliced_inputs:
+            return self._sliced_inputs[index]
         start, length = self._starts[index], self.sizes[index]
         return (
             self._args.slice(start, length, detached=True),
@@ -141,7 +146,21 @@ class Microbatches:
 
     def target(self, index: int) -> Any:
         """Return the target of one microbatch."""
+        if self._sliced_targets:
+            return self._sliced_targets[index]
         return self._target.slice(self._starts[index], self.sizes[index])
+
+    def slice_ahead(self, *, inputs: bool, targets: bool) -> None:
+        """Make all slices at once, in the caller's thread.
+
+        Every small operation gives the interpreter lock away; between ranks that are threads,
+        getting it back costs far more than the slice.
+        """
+        indices = range(self.count)
+        if inputs:
+            self._sliced_inputs = [self.inputs(index) for index in indices]
+        if targets:
+            self._sliced_targets = [self.target(index) for index in indices]
 
     @cached_property
     def inputs_with_gradient(self) -> list[bool]:
