@@ -45,7 +45,7 @@ class RankPool:
         self._env = dict(env or {})
         self._workers: list[_Worker] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Call ``function(rank, *args)`` on every rank; return what each returned."""
         if not self._workers:
             self._start()
