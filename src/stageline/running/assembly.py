@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from weakref import ref
 
 import torch
 from torch import nn
@@ -166,7 +167,7 @@ def digests(sources: Sequence[StageSource], settings: Settings, parts: Parts) ->
 def owners(sources: Sequence[StageSource]) -> dict[int, Owner]:
     """Return the stage and name of every parameter that is known here, by identity."""
     return {
-        id(parameter): (index, source.prefix + name, parameter)
+        id(parameter): (index, source.prefix + name, ref(parameter))
         for index, source in enumerate(sources)
         if source.module is not None
         for name, parameter in source.module.named_parameters()

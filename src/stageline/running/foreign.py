@@ -8,15 +8,16 @@ threads it would be added in any order; so it is refused everywhere.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from weakref import ReferenceType
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from stageline.errors import EdgeError
 
-Owner = tuple[
-    int, str, nn.Parameter
-]  # stage, name, and the parameter, so that its id stays its own
+# Stage, name, and the parameter by a weak reference: a process must not keep the stages of others
+# alive, and an id alone could pass to another tensor.
+Owner = tuple[int, str, "ReferenceType[nn.Parameter]"]
 
 
 class ForeignParameters:
@@ -30,16 +31,16 @@ class ForeignParameters:
         """Raise if the graph of what a stage made ends in a parameter of another stage."""
         if stage in self._seen:
             return
-        self._seen.add(stage)
         roots = [result.grad_fn for result in results if isinstance(result, Tensor)]
         for variable in _leaves(root for root in roots if root is not None):
             owner = self._owners.get(id(variable))
-            if owner is not None and owner[0] != stage:
+            if owner is not None and owner[0] != stage and owner[2]() is variable:
                 raise EdgeError(
                     f"stage {stage}, or the loss computed there, uses {owner[1]}, a parameter of "
                     f"stage {owner[0]}: put both into one stage; a penalty on weights belongs into "
                     "the optimizer (weight_decay) or into the stage that has them"
                 )
+        self._seen.add(stage)
 
 
 def _leaves(roots: Iterable[Node]) -> Iterable[object]:
