@@ -12,8 +12,6 @@ import stageline as sl
 from stageline.running.transports.base import ThreadTransport
 from stageline.testing import plain_step
 
-Stage = Callable[[Any], Any]
-
 
 class Lambda(nn.Module):
     """A stage with one weight, so that every stage has a gradient to compare."""
@@ -167,8 +165,6 @@ CASES: dict[str, Callable[[], list[nn.Module]]] = {
     )
 }
 
-# Only the processes of one group can be asked for the exact bits of these; see the test that uses
-# it.
 ROWS, WIDTH, MICROBATCHES = 12, 6, 4
 
 

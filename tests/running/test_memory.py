@@ -29,12 +29,11 @@ STAGES, MICROBATCHES, WIDTH = 4, 7, 6
 
 
 class Ledger:
-    """Counts what is alive: saved activations by stage, and every tensor that crossed a cut."""
+    """Counts the activations that are alive, stage by stage."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.saved: dict[int, int] = defaultdict(int)
-        self.boundary: weakref.WeakSet[Tensor] = weakref.WeakSet()
 
     def add(self, stage: int, change: int) -> None:
         with self._lock:

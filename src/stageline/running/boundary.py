@@ -79,6 +79,8 @@ def leave(value: Any, buffers: Sequence[Tensor] = ()) -> tuple[Packet, list[Grad
         value: What the stage returned.
         buffers: Those of the stage: one that it returns is copied, for its next call may change it.
     """
+    # detach() shares the version counter, here and below: if the next stage changes the value in
+    # place although this one has saved it, autograd notices, as it would in the plain model.
     if isinstance(value, Tensor) and value.requires_grad:  # by far the most common value
         return Packet([value.detach()], None, (True,)), [gradient_edge(value)]
     packet = Packet([value]) if isinstance(value, Tensor) else _flatten(value)
@@ -90,8 +92,6 @@ def leave(value: Any, buffers: Sequence[Tensor] = ()) -> tuple[Packet, list[Grad
         elif leaf.requires_grad:
             roots.append(gradient_edge(leaf))
             differentiable[index] = True
-            # detach() shares the version counter: if the next stage changes the value in place
-            # although this one has saved it, autograd notices, as it would in the plain model.
             leaves[index] = leaf.detach()
         else:
             is_buffer = any(_share_memory(leaf, buffer) for buffer in buffers)
