@@ -61,9 +61,9 @@ def with_own_buffer() -> nn.Sequential:
     return model
 
 
-def tied() -> nn.Sequential:
+def transposed() -> nn.Sequential:
     model = mlp()
-    model[2].weight = model[0].weight
+    model[2].weight = nn.Parameter(model.get_parameter("0.weight").detach().t())
     return model
 
 
@@ -73,19 +73,19 @@ def one_norm_twice() -> nn.Sequential:
 
 
 NOT_A_MODEL: dict[str, tuple[Callable[[], object], str]] = {
-    "a string": (lambda: build("model"), r"model: wanted an nn.Sequential, got str"),
-    "a list": (lambda: build([nn.ReLU()]), r"model: wanted an nn.Sequential, got list"),
+    "a string": (lambda: build("model"), r"model: wanted a module, got str"),
+    "a list": (lambda: build([nn.ReLU()]), r"model: wanted a module, got list"),
     "a module": (
         lambda: build(nn.Linear(4, 4)),
-        r"model: wanted an nn.Sequential, got Linear: give its pieces to sl.Pipeline.from_stages",
+        r"model: Linear is no nn.Sequential: give the arguments of one call",
     ),
     "wrapped whole": (
         lambda: build(nn.DataParallel(mlp())),
-        r"model: wanted an nn.Sequential, got DataParallel",
+        r"model: DataParallel is no nn.Sequential: .*example_args",
     ),
     "a forward of its own": (
         lambda: build(OwnForward(nn.Linear(4, 4), nn.ReLU())),
-        r"model: OwnForward has a forward of its own, which cannot be cut: .*from_stages",
+        r"model: OwnForward has a forward of its own: .*example_args",
     ),
     "a forward on the instance": (lambda: build(patched()), r"model: .*forward of its own"),
     "hooks": (lambda: build(hooked()), r"model: it has hooks of its own, .*: remove them, or put"),
@@ -97,17 +97,18 @@ NOT_A_MODEL: dict[str, tuple[Callable[[], object], str]] = {
         r"(?i)0.*(lazy|uninitialized)",
     ),
     "on meta": (lambda: build(mlp().to("meta")), r"(?i)meta.*(to_empty|materiali[sz]e)"),
-    "a weight in two stages": (
-        lambda: build(tied()),
-        r"weight of 4 x 4 is held by stage 0 as 0.weight and by stage 1 as 2.weight: put both",
+    "views of one weight in two stages": (
+        lambda: build(transposed()),
+        r"weight of 4 x 4 is held by stage 0 as 0.weight and by stage 1 as 2.weight, but these are "
+        r"different views",
     ),
-    "one BatchNorm in two stages": (
+    "one BatchNorm trained by two stages": (
         lambda: build(one_norm_twice(), split=[2, 2]),
-        r"running_mean of 4 is held by stage 0 as 1.running_mean and by stage 1 as 3.running_mean",
+        r"BatchNorm1d is trained by two stages .*stage 0 as 1.running_mean and by stage 1 as 3.run",
     ),
-    "one module given as two stages": (
-        lambda: stages([nn.Linear(4, 4)] * 2),
-        r"weight of 4 x 4 is held by stage 0 as weight and by stage 1 as weight",
+    "one BatchNorm given as two stages": (
+        lambda: stages([nn.BatchNorm1d(4)] * 2),
+        r"BatchNorm1d is trained by two stages",
     ),
 }
 
@@ -312,14 +313,14 @@ def test_schedule_and_devices_are_read_whatever_else_is_wrong() -> None:
 
 
 def test_findings_about_ranks_do_not_hide_those_about_the_schedule() -> None:
-    found = findings(lambda: build(tied(), ranks=3, schedule="1f1bb", devices=["banana"]))
+    found = findings(lambda: build(transposed(), ranks=3, schedule="1f1bb", devices=["banana"]))
     assert_all_found(found, "3 ranks for 2 stages", "unknown schedule", "is no device")
     assert_all_found(found, "weight of 4 x 4 is held by")
 
 
 def test_what_is_shared_is_found_beside_wrong_settings() -> None:
-    found = findings(lambda: stages([nn.Linear(4, 4)] * 2, loss_fn=3))
-    assert_all_found(found, "loss_fn=3", "weight of 4 x 4 is held by")
+    found = findings(lambda: stages([nn.BatchNorm1d(4)] * 2, loss_fn=3))
+    assert_all_found(found, "loss_fn=3", "BatchNorm1d is trained by two stages")
 
 
 def test_every_fault_of_a_schedule_is_a_finding_of_its_own() -> None:
@@ -345,7 +346,7 @@ def test_every_wrong_stage_is_named() -> None:
 
 
 def test_an_error_leaves_the_model_and_the_process_as_they_were() -> None:
-    model = tied()
+    model = transposed()
     before = threading.active_count(), dict(model.named_modules()), model.state_dict()
     findings(lambda: build(model))
     assert threading.active_count() == before[0]

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 
 import stageline as sl
 from stageline.partitioning.sources import cut_model
-from stageline.running.assembly import Parts, hold
+from stageline.running.assembly import Parts, hold, tie
 from stageline.running.timetable import Timetable
 from stageline.testing import plain_step
 
@@ -336,7 +336,7 @@ def test_what_a_wrapper_adds_in_another_process_is_left_to_it() -> None:
     state = pipeline().state_dict()
     sources, _ = cut_model(norms(), 2)
     parts = Parts(Timetable(sl.schedules.gpipe(2, 2)), [torch.device("cpu")] * 2, ranks_here=(0,))
-    held = hold(sources, parts, lambda module, index: Scaled(module), "sl.Pipeline")
+    held = hold(sources, parts, tie([], parts), lambda module, index: Scaled(module), "sl.Pipeline")
     assert held.load_state_dict(state, strict=True) == ([], [])
 
 

@@ -8,8 +8,11 @@ result = pipe.step(x, target=y)
 """
 
 from stageline import log as _log
+from stageline.capturing.marks import Block, CutPoint, begin_block, remove_blocks
+from stageline.capturing.recorded import Graph, capture
 from stageline.errors import (
     BatchError,
+    CaptureError,
     ConfigError,
     EdgeError,
     PeerError,
@@ -19,6 +22,8 @@ from stageline.errors import (
     StateError,
     StepError,
 )
+from stageline.partitioning import Plan
+from stageline.partitioning.partition import partition
 from stageline.pipeline import Pipeline
 from stageline.running.events import ActionDone
 from stageline.running.microbatches import Batch, PerMicrobatch, replicate
@@ -31,20 +36,29 @@ __all__ = [
     "ActionDone",
     "Batch",
     "BatchError",
+    "Block",
+    "CaptureError",
     "ConfigError",
     "Costs",
+    "CutPoint",
     "EdgeError",
+    "Graph",
     "PeerError",
     "PerMicrobatch",
     "PipeError",
     "Pipeline",
+    "Plan",
     "Schedule",
     "ScheduleError",
     "StagelineError",
     "StateError",
     "StepError",
     "StepResult",
+    "begin_block",
+    "capture",
     "parse",
+    "partition",
+    "remove_blocks",
     "replicate",
     "schedules",
     "simulate",

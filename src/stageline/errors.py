@@ -4,6 +4,7 @@
     ├── ConfigError     (ValueError)    a pipeline was described wrongly; every finding at once
     ├── ScheduleError   (ValueError)    a schedule is impossible or its text cannot be read
     ├── BatchError      (ValueError)    a batch cannot be cut into microbatches
+    ├── CaptureError    (RuntimeError)  a model cannot be recorded, or does what was not recorded
     ├── StateError      (RuntimeError)  a state_dict does not fit; every finding at once
     └── PipeError       (RuntimeError)  something went wrong during a run
         ├── StepError                   an action raised: rank, stage, microbatch, action, cause
@@ -49,6 +50,10 @@ class ScheduleError(StagelineError, ValueError):
 
 class BatchError(StagelineError, ValueError):
     """A batch cannot be cut into microbatches, or its parts do not fit together."""
+
+
+class CaptureError(StagelineError, RuntimeError):
+    """A model cannot be recorded as it is, or does something else than was recorded."""
 
 
 class StateError(StagelineError, RuntimeError):

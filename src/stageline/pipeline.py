@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import ConfigError
+from stageline.partitioning.plan import Plan
+from stageline.partitioning.recorded import CutModel, Example, cut_any, cut_planned
 from stageline.partitioning.sharing import find_shared
-from stageline.partitioning.sources import StageLike, StageSource, cut_model, read_stages
+from stageline.partitioning.sources import StageLike, read_stages
 from stageline.partitioning.splits import Split
+from stageline.partitioning.weighing import Balance
 from stageline.planning import forecast
 from stageline.running import assembly, differentiable
 from stageline.running.engine import Engine
@@ -19,6 +22,7 @@ from stageline.running.events import Observer
 from stageline.running.foreign import ForeignParameters
 from stageline.running.loss import LossFunction, LossRule
 from stageline.running.microbatches import BatchDims, LossReduction
+from stageline.running.names import all_names
 from stageline.running.result import StepResult
 from stageline.running.runner import ThreadRunner
 from stageline.running.settings import Settings, WrapStage
@@ -46,11 +50,17 @@ class Pipeline:
     rank. The script is the same.
 
     Args:
-        model: An ``nn.Sequential``; its children are the blocks that stages are made of.
-        example_args: One call's arguments; an ``nn.Sequential`` does not need them.
+        model: Any module. It is run once on the example and recorded; an ``nn.Sequential`` is cut
+            between its children without that.
+        example_args: The arguments of one call, a few rows; not needed for an ``nn.Sequential``.
         example_kwargs: Its keyword arguments.
-        split: Number of stages (balanced by parameters), or the number of blocks of each stage.
-            Left out, there is one stage per process that torchrun started.
+        split: Where to cut: a number of stages (4), blocks per stage ([2, 1]), modules at which
+            stages begin (["layers.4"]), modules after or before each call of which to cut
+            ({"block": "end"}), named blocks ([["B1", "B2"], ["B3"]]) or "marks". Left out, there
+            is one stage per process that torchrun started.
+        balance: What a number of stages makes even: estimated "time", "memory" or "parameters".
+        memory_limit: What a rank has, in bytes or as text: "16GiB".
+        plan: A plan of ``sl.partition``, instead of the model, the example and the split.
         num_microbatches: How many microbatches a batch is cut into; 4 per rank if left out. A
             batch with fewer rows is cut into single rows.
         schedule: ``"1f1b"``, ``"gpipe"``, ``"sequential"``, a ``Schedule``, or one in text form.
@@ -71,11 +81,14 @@ class Pipeline:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | None = None,
         *,
         example_args: tuple[Any, ...] | None = None,
         example_kwargs: Mapping[str, Any] | None = None,
         split: Split | None = None,
+        balance: Balance = "time",
+        memory_limit: int | str | None = None,
+        plan: Plan | None = None,
         num_microbatches: int | None = None,
         schedule: str | Schedule = "1f1b",
         loss_fn: LossFunction | None = None,
@@ -105,10 +118,13 @@ class Pipeline:
             timeout=timeout,
             observer=observer,
         )
-        sources, faults = cut_model(
-            model, self._default_split(settings) if split is None else split
-        )
-        self._assemble("sl.Pipeline", sources, settings, faults)
+        example = Example(example_args, example_kwargs, balance, memory_limit)
+        if plan is not None:
+            cut, faults = _planned(plan, model, split, example)
+        else:
+            wanted = self._default_split(settings) if split is None else split
+            cut, faults = cut_any(model, wanted, example)
+        self._assemble("sl.Pipeline", cut, settings, faults)
 
     @staticmethod
     def _default_split(settings: Settings) -> int | None:
@@ -127,7 +143,9 @@ class Pipeline:
         """Build a pipeline from stages that you made yourself: modules, or functions.
 
         Each stage is called with what the one before returned, the first one with the arguments of
-        ``step``. Parameters are named as in ``nn.Sequential(*stages)``: ``1.weight``.
+        ``step``. Parameters are named as in ``nn.Sequential(*stages)``: ``1.weight``. One that
+        several stages use is tied. Under torchrun it is found only if every process is given all
+        stages: who has only his own cannot see what he shares with others.
 
         Example:
             >>> pipe = Pipeline.from_stages([nn.Linear(4, 4), torch.relu, nn.Linear(4, 1)])
@@ -150,19 +168,19 @@ class Pipeline:
         pipe = cls.__new__(cls)
         pipe._assemble(
             "sl.Pipeline.from_stages",
-            sources,
+            CutModel(sources),
             Settings(**settings, unpack_tuples=unpack_tuples),
             faults,
         )
         return pipe
 
-    def _assemble(
-        self, what: str, sources: Sequence[StageSource], settings: Settings, faults: list[str]
-    ) -> None:
+    def _assemble(self, what: str, cut: CutModel, settings: Settings, faults: list[str]) -> None:
         """Check everything and report all faults at once; then build plan and engine."""
-        world = settings.world()
-        held = [(i, source.module) for i, source in enumerate(sources) if source.module is not None]
-        faults = [*faults, *find_shared(held), *settings.find_faults()]
+        world, sources = settings.world(), cut.sources
+        shared, shared_faults = find_shared(
+            [(i, s.prefix, s.module) for i, s in enumerate(sources) if s.module is not None]
+        )
+        faults = [*faults, *shared_faults, *settings.find_faults()]
         parts = None
         if sources:
             parts, more = assembly.fit(sources, settings, world, settings_are_right=not faults)
@@ -172,19 +190,23 @@ class Pipeline:
 
         self._settings = settings
         self.training = True
-        self._stages = assembly.hold(sources, parts, settings.wrap_stage, what)
-        self.plan = assembly.describe(sources, self._stages, parts)
+        ties = assembly.tie(shared, parts)
+        names = all_names(sources, shared, parts.stages_here, cut.aliases)
+        self._stages = assembly.hold(sources, parts, ties, settings.wrap_stage, what, names)
+        self.plan = assembly.describe(cut, self._stages, parts)
         self.devices = tuple(parts.devices)
         self._engine = Engine(
             programs=assembly.programs(self._stages, parts, settings.unpack_tuples),
             timetable=parts.timetable,
-            runner=assembly.runner_for(sources, settings, world, parts),
+            runner=assembly.runner_for(sources, shared, settings, world, parts),
             loss_rule=LossRule(settings.loss_fn, settings.loss_reduction),
             batch_dims=settings.batch_dims,
             keeps_outputs=settings.keep_outputs,
             shares_outputs=settings.share_outputs,
             parameters=tuple(self.parameters()),
-            foreign=ForeignParameters(assembly.owners(sources)),
+            foreign=ForeignParameters(assembly.owners(sources, ties)),
+            ties=ties,
+            recordings=assembly.recordings(cut.staged, self._stages, parts, ties),
         )
 
     @property
@@ -226,6 +248,8 @@ class Pipeline:
         """Put all stages into training mode."""
         self.training = mode
         self._stages.train(mode)
+        if self._engine.recordings is not None:
+            self._engine.recordings.train(mode)
         return self
 
     def eval(self) -> Pipeline:
@@ -233,11 +257,11 @@ class Pipeline:
         return self.train(False)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the stages in this process."""
+        """Yield the parameters of the stages in this process, a tied one once."""
         return (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield them with the names they have in the original model."""
+        """Yield them with the names they have in the original model, a tied one with its first."""
         return self._stages.named_parameters()
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -253,7 +277,7 @@ class Pipeline:
                 parameter.grad.detach_().zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the stages in this process, under original names."""
+        """Return the state of the stages in this process, under all of its original names."""
         return self._stages.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadedKeys:
@@ -278,3 +302,22 @@ class Pipeline:
             f"schedule {schedule.name}, {schedule.num_microbatches} microbatches{outlook}\n"
             f"{self.plan.table()}"
         )
+
+
+def _planned(
+    plan: object, model: object, split: object, example: Example
+) -> tuple[CutModel, list[str]]:
+    """Return the stages of a plan that the user made, and what contradicts it."""
+    if not isinstance(plan, Plan):
+        return CutModel(), [f"plan: wanted what sl.partition returns, got {type(plan).__name__}"]
+    given = [
+        name
+        for name, value in (("split", split), ("example_args", example.args))
+        if value is not None
+    ]
+    faults = [f"{name}: the plan has said that already: leave it out" for name in given]
+    if plan.graph is None:
+        return CutModel(), [*faults, "plan: it only describes a pipeline: use sl.partition(...)"]
+    if model is not None and model is not plan.graph.model:
+        faults.append("model: the plan is for another model: leave it out")
+    return cut_planned(plan), faults

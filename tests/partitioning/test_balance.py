@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.partitioning import balance
+from stageline.partitioning.balance import Problem, _near_average, running_sum
 
 # PipeDream's published VGG16 profile, forward and backward of 40 pieces in microseconds.
 VGG16 = [
@@ -113,6 +114,35 @@ def test_billions_of_parameters_are_counted_to_the_last_one() -> None:
     assert max(part_costs([large, large, 1, large], balance([large, large, 1, large], 2))) == (
         2 * large
     )
+
+
+def parts_needed(costs: Sequence[int], limit: int) -> int:
+    """Return into how many parts a greedy cut falls that fills each up to a limit."""
+    parts, room = 1, limit
+    for cost in costs:
+        if cost > room:
+            parts, room = parts + 1, limit
+        room -= cost
+    return parts
+
+
+def test_thousands_of_items_are_cut_exactly_too() -> None:
+    costs = [(index * 7919) % 997 for index in range(5000)]
+    largest = max(part_costs(costs, balance(costs, 256)))
+    assert parts_needed(costs, largest) <= 256 < parts_needed(costs, largest - 1)
+
+
+@settings(max_examples=200)
+@given(chains())
+def test_parts_near_the_average_have_the_same_largest(chain: tuple[list[int], int]) -> None:
+    """What is done where looking at every part would take too long."""
+    costs, num_parts = chain
+    ends = [running_sum(costs)] * num_parts
+    largest = max(part_costs(costs, balance(costs, num_parts)))
+    sizes = _near_average(Problem(ends, ends, ends, limit=largest), largest)
+    assert sum(sizes) == len(costs)
+    assert min(sizes) >= 1
+    assert max(part_costs(costs, sizes)) == largest
 
 
 @pytest.mark.parametrize("num_parts", [0, -1, 4])

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from stageline.capturing import capture_sequential
+from stageline.capturing.graph import Crossing, Load, Tie
+from stageline.capturing.layers import FunctionModule
+from stageline.errors import ConfigError
 from stageline.partitioning import Plan, StagePlan
-from stageline.partitioning.sources import FunctionStage, cut_model, read_stages
+from stageline.partitioning.partition import partition
+from stageline.partitioning.sources import cut_model, read_stages
+from tests.partitioning.fake_graph import FakeGraph, transformer
 
 
 def stage(index: int, rank: int, *blocks: str, count: int | None) -> StagePlan:
@@ -57,6 +65,112 @@ def test_a_plan_is_frozen() -> None:
         plan.stages = ()  # type: ignore[misc]  # that is the point
 
 
+def test_the_table_shows_all_that_is_known() -> None:
+    loads = [Load(30, 1000, 4000, 0), Load(50, 500, 2000, 0), Load(20, 500, 2000, 0)]
+    graph = FakeGraph(
+        ["embed", "body", "head"],
+        loads=loads,
+        crossing_bytes=[0, 32, 8500, 0],
+        ties=[Tie(("embed.weight", "head.weight"), (0, 1, 2)), Tie(("a", "b"), (0, 2))],
+    )
+    assert partition(graph, [1, 1, 1]).table() == (
+        "stage  rank  parameters  share    bytes  time  receives                 blocks\n"
+        "    0     0       1,000   50 %  3.9 KiB  30 %                           embed Layer (1)\n"
+        "    1     1         500   25 %  2.0 KiB  50 %  float32 [2, 4], 32 B     body Layer (1)\n"
+        "    2     2         500   25 %  2.0 KiB  20 %  float32 [2, 4], 8.3 KiB  head Layer (1)\n"
+        "tied: embed.weight = head.weight in stages 0, 1 and 2\n"
+        "tied: a = b in stages 0 and 2"
+    )
+
+
+def test_of_many_values_that_cross_the_largest_is_shown() -> None:
+    crossing = (Crossing("m", "bool [4]", 4), Crossing("x", "float32 [4, 9]", 144))
+    first = stage(0, 0, "0 Linear", count=3)
+    last = StagePlan(1, 1, "", ("1 Linear",), None, 3, receives=crossing)
+    assert "float32 [4, 9] +1 more, 148 B  1 Linear (1)" in Plan((first, last)).table()
+
+
+def test_equal_plans_are_equal_whatever_their_modules() -> None:
+    assert partition(transformer(), 2) == partition(transformer(), 2)
+    assert partition(transformer(), 2) != partition(transformer(), 3)
+    assert "Identity" not in repr(partition(transformer(), 2))
+
+
+def test_a_plan_of_the_users_own_modules_cannot_be_run_or_saved() -> None:
+    plan = Plan((stage(0, 0, "0 ReLU", count=0),))
+    with pytest.raises(ConfigError, match="it only describes a pipeline"):
+        plan.run(1)
+    with pytest.raises(ConfigError, match="only a plan of a graph can be saved"):
+        plan.to_json()
+
+
+def test_a_plan_survives_json() -> None:
+    graph = transformer()
+    plan = partition(graph, ["layers.1", "norm"], ranks=2)
+    text = plan.to_json()
+    assert json.loads(text)["cuts"] == [3, 6]
+    loaded = Plan.from_json(text, transformer())
+    assert loaded == plan
+    assert loaded.run(1) == ((1,), {})
+    assert graph.wanted[-1] == (["layers.1", "norm"], 1)
+
+
+def test_a_loaded_plan_opens_the_model_as_the_first_one_did() -> None:
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 1))
+
+    plan = partition(capture_sequential(model()), 3)
+    loaded = Plan.from_json(plan.to_json(), capture_sequential(model()))
+    assert [one.blocks for one in loaded.stages] == [("0.0 Linear",), ("0.1 Tanh",), ("1 Linear",)]
+
+
+def test_a_plan_of_another_model_is_refused_with_what_differs() -> None:
+    text = partition(transformer(), 2).to_json()
+    with pytest.raises(ConfigError) as caught:
+        Plan.from_json(text, FakeGraph(["embed", "layers.0"], fingerprint="beef"))
+    assert caught.value.findings == (
+        "the plan was made for another model: fingerprint f00d, 8 nodes, 10 modules; this graph "
+        "has fingerprint beef, 2 nodes, 3 modules: make a new plan, sl.partition(graph, ...)",
+        "stage 0 had layers.1 Layer where this graph has nothing",
+    )
+    wider = capture_sequential(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)))
+    plan = partition(capture_sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), 2)
+    with pytest.raises(ConfigError) as caught:
+        Plan.from_json(plan.to_json(), wider)
+    assert len(caught.value.findings) == 1  # the same blocks, other shapes
+
+
+def broken(**entries: Any) -> str:
+    return json.dumps({**json.loads(partition(transformer(), 2).to_json()), **entries})
+
+
+@pytest.mark.parametrize(
+    ("text", "finding"),
+    [
+        (3, "wanted the text of a plan, got int"),
+        ("{", "this is no JSON: Expecting property name"),
+        ("[]", "this JSON is no plan"),
+        ('{"format": "other"}', "this JSON is no plan"),
+        (broken(version=9), "the plan has version 9, wanted 1"),
+        (broken(cuts="x"), "entry 'cuts': wanted positions, got 'x'"),
+        (broken(placement=[0, -1]), "entry 'placement': wanted a rank for each stage, got"),
+        (broken(blocks=[3]), r"entry 'blocks': wanted names for each stage, got \[3\]"),
+        (broken(fingerprint=None), "entry 'fingerprint': wanted a text, got None"),
+        (broken(cuts=[9]), r"entry 'cuts': \[9\] is no ascending list below 8 nodes"),
+        (broken(placement=[0]), "1 cuts make 2 stages, but 1 have a rank and 2 have blocks"),
+    ],
+)
+def test_text_that_is_no_plan(text: Any, finding: str) -> None:
+    with pytest.raises(ConfigError, match=finding):
+        Plan.from_json(text, transformer())
+
+
+def test_all_broken_entries_are_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Plan.from_json(broken(cuts=None, opened=3, num_nodes=True), transformer())
+    assert len(caught.value.findings) == 3
+
+
 def test_a_cut_model_keeps_its_modules_and_names() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     sources, faults = cut_model(model, [2, 1])
@@ -79,7 +193,7 @@ def test_functions_become_stages_named_after_themselves() -> None:
         "relu",
         "<lambda>",
     ]
-    assert isinstance(sources[2].module, FunctionStage)
+    assert isinstance(sources[2].module, FunctionModule)
     assert torch.equal(sources[2].module(torch.zeros(1)), torch.ones(1))
 
 

@@ -1,10 +1,9 @@
-"""What is there? A model in, a ``Graph`` of blocks out: the pieces between which it may be cut.
+"""What is there? A model in, blocks out: the pieces between which it may be cut.
 
-graph.py        blocks, and the graph they form
+graph.py        positions, calls and marks: what every model that can be cut looks like
 sequential.py   an ``nn.Sequential`` read as a chain of blocks
 """
 
-from stageline.capturing.graph import Block, Graph
-from stageline.capturing.sequential import capture_sequential
+from stageline.capturing.sequential import Block, Chain, capture_sequential
 
-__all__ = ["Block", "Graph", "capture_sequential"]
+__all__ = ["Block", "Chain", "capture_sequential"]

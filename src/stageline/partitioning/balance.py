@@ -1,16 +1,60 @@
-"""Cut a chain of costs into contiguous parts so that the largest part is as small as possible.
+"""Cut a chain into contiguous parts so that the costliest part is as cheap as possible.
 
-Two questions in a row, each answered exactly: how small can the largest part be, and, of all cuts
-that reach it, which is the most even?
+Two questions in a row, each answered exactly: how cheap can the costliest part be, and, of all
+cuts that reach it, which is the most even?
+
+    items    0   1   2   3   4
+    places   0   1   2   3   4   5        a part runs from one place to a later one;
+                                          part p from a to b costs heads[p][b] - tails[p][a]
+
+With running sums of the items as heads and tails a part costs the sum of its items. What it costs
+to receive at a place is taken off the tails, what it costs to send is added to the heads.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+_Places = NDArray[np.int64]
+_Number = TypeVar("_Number", np.int64, np.float64)
+
+_NEVER = -(2**62)
+# The most even cut looks at every part that keeps the limit. Above so many of them (2,000 items in
+# 2 parts, 5,000 in 256) parts near the average are taken instead: as cheap, perhaps less even.
+_MOST_PARTS = 4_000_000
+_MOST_STEPS = 400_000_000
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What parts cost, and what they may weigh at most.
+
+    Attributes:
+        heads: For each part, a number per place: see the picture above.
+        tails: The same for the place where the part begins.
+        weights: For each part, running sums of what its items weigh; None if nothing is limited.
+        limit: What a part may weigh.
+    """
+
+    heads: Sequence[_Places]
+    tails: Sequence[_Places]
+    weights: Sequence[_Places] | None = None
+    limit: int = 0
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.heads)
+
+    @property
+    def num_items(self) -> int:
+        return len(self.heads[0]) - 1
 
 
 def balance(costs: Sequence[int], num_parts: int) -> list[int]:
@@ -22,55 +66,167 @@ def balance(costs: Sequence[int], num_parts: int) -> list[int]:
     """
     if not 1 <= num_parts <= len(costs):
         raise ValueError(f"{len(costs)} items cannot make {num_parts} parts that are not empty")
-    ends = [0, *accumulate(costs)]
-    return _most_even(ends, num_parts, _smallest_bottleneck(ends, costs, num_parts))
+    ends = [running_sum(costs)] * num_parts
+    sizes = solve(Problem(ends, ends))
+    assert sizes is not None  # nothing is limited
+    return sizes
 
 
-def _smallest_bottleneck(ends: list[int], costs: Sequence[int], num_parts: int) -> int:
-    """Find the smallest limit that a greedy cut can keep, by bisection over whole numbers."""
-    low, high = max(max(costs), -(-ends[-1] // num_parts)), ends[-1]
+def running_sum(values: Sequence[int]) -> _Places:
+    """Return the sum of the values before each place."""
+    return np.array([0, *accumulate(values)], dtype=np.int64)
+
+
+def solve(problem: Problem) -> list[int] | None:
+    """Return how many items each part gets, or None if no cut keeps the limit on weights."""
+    low, high = 0, _most_of_any(problem)
+    if not _is_possible(problem, high):
+        return None
     while low < high:
         middle = (low + high) // 2
-        if _parts_needed(ends, middle) <= num_parts:
+        if _is_possible(problem, middle):
             high = middle
         else:
             low = middle + 1
-    return low
+    width = _longest_part(problem, low)
+    parts = width * problem.num_items
+    if parts > _MOST_PARTS or parts * problem.num_parts > _MOST_STEPS:
+        return _near_average(problem, low)
+    return _most_even(problem, low, width)
 
 
-def _parts_needed(ends: list[int], limit: int) -> int:
-    parts, start = 0, 0
-    while start < len(ends) - 1:
-        start = bisect_right(ends, ends[start] + limit) - 1
-        parts += 1
-    return parts
+def has_solution(problem: Problem) -> bool:
+    """Whether some cut keeps the limit on weights."""
+    return _is_possible(problem, _most_of_any(problem))
 
 
-def _most_even(ends: list[int], num_parts: int, limit: int) -> list[int]:
+def _most_of_any(problem: Problem) -> int:
+    highest = max(int(head.max()) for head in problem.heads)
+    return highest - min(int(tail.min()) for tail in problem.tails)
+
+
+def _is_possible(problem: Problem, most: int) -> bool:
+    """Whether some cut has no part that costs more."""
+    reached = _start(problem)
+    for part in range(problem.num_parts):
+        reached = _ends_of(problem, part, reached, most)
+    return bool(reached[-1])
+
+
+def _start(problem: Problem) -> NDArray[np.bool_]:
+    reached = np.zeros(problem.num_items + 1, dtype=np.bool_)
+    reached[0] = True
+    return reached
+
+
+def _ends_of(
+    problem: Problem, part: int, begins: NDArray[np.bool_], most: int
+) -> NDArray[np.bool_]:
+    """Return the places where a part can end that begins at one of these places.
+
+    For each end, the cheapest beginning is the one with the highest tail, so one maximum over all
+    earlier places decides; with weights, over those places that are near enough.
+    """
+    tails = np.where(begins, problem.tails[part], _NEVER)
+    if problem.weights is None:
+        highest = np.maximum.accumulate(tails)[:-1]
+    else:
+        weights = problem.weights[part]
+        first = np.searchsorted(weights, weights - problem.limit)  # the earliest light enough
+        highest = _highest_between(tails, first[1:])
+    ends = np.zeros_like(begins)
+    ends[1:] = highest >= problem.heads[part][1:] - most
+    return ends
+
+
+def _highest_between(values: _Places, first: NDArray[np.intp]) -> _Places:
+    """Return the maximum of ``values[first[i] : i + 1]`` for each i; empty ranges have none.
+
+    Maxima over 1, 2, 4, .. neighbours are made once; two of them cover any range.
+    """
+    count = len(first)
+    last = np.arange(count)
+    lengths = last - first + 1
+    highest = np.full(count, _NEVER, dtype=np.int64)
+    level, reach = values[:count], 1
+    while reach <= count:
+        rows = np.flatnonzero((lengths >= reach) & (lengths < 2 * reach))
+        highest[rows] = np.maximum(level[first[rows]], level[last[rows] - reach + 1])
+        level, reach = np.maximum(level[:-reach], level[reach:]), 2 * reach
+    return highest
+
+
+def _longest_part(problem: Problem, most: int) -> int:
+    """Return how many items a part can have at most; the last part is the least restricted."""
+    tails = np.maximum.accumulate(problem.tails[-1])
+    first = np.searchsorted(tails, problem.heads[-1] - most)
+    return max(1, int((np.arange(problem.num_items + 1) - first).max()))
+
+
+def _most_even(problem: Problem, most: int, width: int) -> list[int]:
     """Return the cut with no part above the limit whose squares of costs and of lengths are least.
 
     ``best[i]`` is the least sum over the first i items in the parts so far; lengths only break
-    ties, so that items that cost nothing do not all gather in one part.
+    ties, so that items that cost nothing do not all gather in one part. Column j of every table
+    is the part of ``width - j`` items that ends at the row's place.
     """
-    count = len(ends) - 1
-    places = np.array(ends, dtype=np.float64)
-    parts = places[None, :] - places[:, None]  # parts[c, i]: cost of items c..i-1
-    lengths = np.arange(count + 1)[None, :] - np.arange(count + 1)[:, None]
-    scale = max(float(limit), 1.0)
-    badness = (parts / scale) ** 2 + 1e-9 * (lengths / count) ** 2
-    badness[(lengths < 1) | (parts > limit)] = np.inf
+    lengths = np.arange(width, 0, -1)
+    by_length = 1e-9 * (lengths / problem.num_items) ** 2
+    best = np.where(_start(problem), 0.0, np.inf)
+    came_from = []
+    badness = np.empty(0)
+    for part in range(problem.num_parts):
+        if part == 0 or not _is_like_the_last(problem, part):
+            badness = _squares(problem, part, most, width) + by_length
+        total = _windows(best, width, np.inf) + badness
+        came_from.append(total.argmin(axis=1))
+        best = np.take_along_axis(total, came_from[-1][:, None], axis=1)[:, 0]
+    assert np.isfinite(best[-1])  # the limit was found by a cut that keeps it
 
-    best = badness[0].copy()
-    came_from: list[np.ndarray] = []
-    for _ in range(num_parts - 1):
-        total = best[:, None] + badness
-        came_from.append(total.argmin(axis=0))
-        best = total.min(axis=0)
-    assert np.isfinite(best[count])  # the limit was found by a cut that keeps it
-
-    sizes, stop = [], count
+    sizes, stop = [], problem.num_items
     for choices in reversed(came_from):
-        start = int(choices[stop])
-        sizes.append(stop - start)
-        stop = start
-    return [stop, *reversed(sizes)]
+        sizes.append(width - int(choices[stop]))
+        stop -= sizes[-1]
+    return sizes[::-1]
+
+
+def _squares(problem: Problem, part: int, most: int, width: int) -> NDArray[np.float64]:
+    """Return the square of the cost of every part, infinite for those that are not allowed."""
+    costs = problem.heads[part][:, None] - _windows(problem.tails[part], width, _NEVER)
+    allowed = costs <= most
+    if problem.weights is not None:
+        weights = problem.weights[part]
+        allowed &= weights[:, None] - _windows(weights, width, _NEVER) <= problem.limit
+    scale = max(float(most), 1.0)
+    return np.where(allowed, (costs / scale) ** 2, np.inf)
+
+
+def _windows(values: NDArray[_Number], width: int, outside: float) -> NDArray[_Number]:
+    """Return for each place the values at the ``width`` places before it, farthest first."""
+    padded = np.concatenate([np.full(width, outside, dtype=values.dtype), values[:-1]])
+    return sliding_window_view(padded, width)
+
+
+def _is_like_the_last(problem: Problem, part: int) -> bool:
+    tables = (problem.heads, problem.tails, problem.weights)
+    return all(table is None or table[part] is table[part - 1] for table in tables)
+
+
+def _near_average(problem: Problem, most: int) -> list[int]:
+    """Return a cut with no part above the limit, each near the average of what is left of it."""
+    reached = [_start(problem)]
+    for part in range(problem.num_parts):
+        reached.append(_ends_of(problem, part, reached[-1], most))
+    sizes, stop = [], problem.num_items
+    for part in reversed(range(problem.num_parts)):
+        tails = problem.tails[part][:stop]
+        costs = problem.heads[part][stop] - tails
+        allowed = reached[part][:stop] & (costs <= most)
+        if problem.weights is not None:
+            weights = problem.weights[part]
+            allowed &= weights[stop] - weights[:stop] <= problem.limit
+        average = (problem.heads[part][stop] - tails[0]) / (part + 1)
+        begin = int(np.where(allowed, np.abs(costs - average), np.inf).argmin())
+        sizes.append(stop - begin)
+        stop = begin
+    return sizes[::-1]

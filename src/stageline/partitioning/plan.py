@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 from torch import nn
+
+from stageline.capturing.graph import Crossing, Cuttable, Tie
+from stageline.errors import ConfigError
+from stageline.partitioning.amounts import show_bytes
+from stageline.partitioning.saving import Origin, SavedPlan, differences, read_plan
 
 
 @dataclass(frozen=True)
@@ -15,25 +22,90 @@ class StagePlan:
     Attributes:
         index: The stage, in forward order.
         rank: The pipeline rank that holds it.
-        device: Where it runs, for the table.
+        device: Where it runs, for the table; "" where that is not decided.
         blocks: The names of its blocks.
         module: What runs; None where another process holds it.
         num_parameters: How many numbers it trains or keeps; None where another process knows.
+        parameter_bytes: Their bytes, if known.
+        time: Estimated nanoseconds of forward and backward, if known.
+        activation_bytes: What one microbatch like the example keeps for backward, if known.
+        receives: What crosses the cut before it, if known.
     """
 
     index: int
     rank: int
     device: str
     blocks: tuple[str, ...]
-    module: nn.Module | None
+    module: nn.Module | None = field(compare=False, repr=False)
     num_parameters: int | None
+    parameter_bytes: int | None = None
+    time: int | None = None
+    activation_bytes: int | None = None
+    receives: tuple[Crossing, ...] = ()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All stages of a pipeline, in forward order."""
+    """All stages of a pipeline, in forward order.
+
+    Attributes:
+        stages: The stages.
+        cuts: The positions of the graph between them.
+        ties: The parameters and buffers that several stages use.
+        origin: The graph it was made from; None for stages that the user made.
+    """
 
     stages: tuple[StagePlan, ...]
+    cuts: tuple[int, ...] = ()
+    ties: tuple[Tie, ...] = ()
+    origin: Origin | None = None
+    _parts: Any = field(default=None, compare=False, repr=False)
+    _graph: Any = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        graph: Cuttable,
+        cuts: Sequence[int],
+        placement: Sequence[int],
+        *,
+        opened: Sequence[str] = (),
+        opened_for: int = 1,
+    ) -> Plan:
+        """Return the plan of a graph that is cut at some positions.
+
+        Args:
+            graph: The model.
+            cuts: Positions, ascending.
+            placement: The rank of each stage.
+            opened: The modules for which the graph was opened, so that a copy in JSON can be.
+            opened_for: The number of stages for which it was opened.
+        """
+        parts = graph.cut(cuts)
+        ends = [0, *cuts, graph.num_nodes]
+        return cls(
+            tuple(
+                _stage(graph, index, rank, begin, end, parts.stages[index])
+                for index, (rank, (begin, end)) in enumerate(
+                    zip(placement, pairwise(ends), strict=True)
+                )
+            ),
+            tuple(cuts),
+            tuple(graph.ties(cuts)),
+            Origin.of(graph, opened, opened_for),
+            parts,
+            graph,
+        )
+
+    @property
+    def parts(self) -> Any:
+        """What runs the stages; None if this only describes a pipeline."""
+        return self._parts
+
+    @property
+    def graph(self) -> Any:
+        """The captured model; None if this only describes a pipeline."""
+        return self._graph
 
     @property
     def num_stages(self) -> int:
@@ -43,6 +115,15 @@ class Plan:
     def placement(self) -> tuple[int, ...]:
         """Which rank holds each stage."""
         return tuple(stage.rank for stage in self.stages)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run all stages one after the other in this process: what the plain model returns."""
+        if self._parts is None:
+            raise ConfigError(
+                "a run of this plan",
+                ["it only describes a pipeline: call that, or sl.partition(graph, split=...)"],
+            )
+        return self._parts.run(args, kwargs)
 
     def table(self) -> str:
         """Return the plan as a table.
@@ -57,28 +138,121 @@ class Plan:
                 0     0  cpu            110   67 %  0 Linear .. 1 ReLU (2)
                 1     1  cpu             55   33 %  2 Linear (1)
         """
-        known = [stage.num_parameters for stage in self.stages if stage.num_parameters is not None]
-        total = sum(known) if len(known) == len(self.stages) else None
-        rows: list[tuple[str, ...]] = [("stage", "rank", "device", "parameters", "share", "blocks")]
-        rows += [_cells(stage, total) for stage in self.stages]
-        return _aligned(rows, left=("device", "blocks"))
+        columns = {
+            "stage": [str(stage.index) for stage in self.stages],
+            "rank": [str(stage.rank) for stage in self.stages],
+            "device": [stage.device for stage in self.stages],
+            "parameters": [_number(stage.num_parameters) for stage in self.stages],
+            "share": _shares([stage.num_parameters for stage in self.stages]),
+            "bytes": [_amount(stage.parameter_bytes) for stage in self.stages],
+            "time": _shares([stage.time for stage in self.stages]),
+            "receives": [_crossing(stage.receives) for stage in self.stages],
+            "blocks": [_blocks(stage.blocks) for stage in self.stages],
+        }
+        optional = ("device", "bytes", "time", "receives")
+        known = {
+            title: cells for title, cells in columns.items() if title not in optional or any(cells)
+        }
+        rows = zip(*([title, *cells] for title, cells in known.items()), strict=True)
+        table = _aligned(list(rows), left=("device", "receives", "blocks"))
+        return "\n".join([table, *(_tie(tie) for tie in self.ties)])
 
     def __str__(self) -> str:
         return self.table()
 
+    def to_json(self) -> str:
+        """Return the plan as text that ``from_json`` reads; it holds no weights."""
+        if self.origin is None:
+            raise ConfigError(
+                "a copy of this plan in JSON",
+                ["its stages are the user's own modules: only a plan of a graph can be saved"],
+            )
+        blocks = tuple(stage.blocks for stage in self.stages)
+        return SavedPlan(self.origin, self.cuts, self.placement, blocks).text()
 
-def _cells(stage: StagePlan, total: int | None) -> tuple[str, ...]:
-    count = stage.num_parameters
-    share = f"{100 * count / total:.0f} %" if total and count is not None else ""
-    names = stage.blocks
+    @classmethod
+    def from_json(cls, text: str, graph: Cuttable) -> Plan:
+        """Return the plan that was saved as text, for the same model.
+
+        Args:
+            text: What ``to_json`` returned.
+            graph: A capture of the model; one of another model is refused.
+        """
+        saved, faults = read_plan(text)
+        if saved is None:
+            raise ConfigError("Plan.from_json", faults)
+        graph = graph.opened_at(saved.origin.opened, num_stages=saved.origin.opened_for)
+        faults = differences(saved, graph)
+        if faults:
+            raise ConfigError("Plan.from_json", faults)
+        return cls.of(
+            graph,
+            saved.cuts,
+            saved.placement,
+            opened=saved.origin.opened,
+            opened_for=saved.origin.opened_for,
+        )
+
+
+def _stage(
+    graph: Cuttable, index: int, rank: int, begin: int, end: int, module: nn.Module
+) -> StagePlan:
+    load = graph.load(begin, end)
+    return StagePlan(
+        index=index,
+        rank=rank,
+        device="",
+        blocks=graph.label(begin, end),
+        module=module,
+        num_parameters=load.parameters,
+        parameter_bytes=load.parameter_bytes,
+        time=load.time,
+        activation_bytes=load.activation_bytes,
+        receives=tuple(graph.crossing(begin)) if begin else (),
+    )
+
+
+def _number(count: int | None) -> str:
+    return "" if count is None else f"{count:,}"
+
+
+def _amount(count: int | None) -> str:
+    return "" if count is None else show_bytes(count)
+
+
+def _shares(counts: Sequence[int | None]) -> list[str]:
+    """Return each as a share of all; nothing if one of them is not known."""
+    known = [count for count in counts if count is not None]
+    total = sum(known)
+    if len(known) < len(counts) or not total:
+        return [""] * len(counts)
+    return [f"{100 * count / total:.0f} %" for count in known]
+
+
+def _crossing(values: Sequence[Crossing]) -> str:
+    """Return the largest of the values that cross, and how many others there are.
+
+    Example:
+        >>> _crossing([Crossing("mask", "bool [4]", 4), Crossing("x", "float32 [4, 16]", 256)])
+        'float32 [4, 16] +1 more, 260 B'
+    """
+    if not values:
+        return ""
+    largest = max(values, key=lambda value: value.num_bytes)
+    more = f" +{len(values) - 1} more" if len(values) > 1 else ""
+    return f"{largest.text}{more}, {show_bytes(sum(value.num_bytes for value in values))}"
+
+
+def _blocks(names: Sequence[str]) -> str:
     if not names:
-        blocks = "in another process"
-    elif len(names) == 1:
-        blocks = f"{names[0]} (1)"
-    else:
-        blocks = f"{names[0]} .. {names[-1]} ({len(names)})"
-    number = "" if count is None else f"{count:,}"
-    return (str(stage.index), str(stage.rank), stage.device, number, share, blocks)
+        return "in another process"
+    ends = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+    return f"{ends} ({len(names)})"
+
+
+def _tie(tie: Tie) -> str:
+    *first, last = (str(stage) for stage in tie.stages)
+    return f"tied: {' = '.join(tie.names)} in stages {', '.join(first)} and {last}"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]], *, left: Sequence[str]) -> str:

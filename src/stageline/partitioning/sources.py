@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from stageline.capturing.sequential import (
-    capture_sequential,
-    has_hooks,
-    is_plain_sequential,
-    own_tensors,
-)
+from stageline.capturing.layers import FunctionModule, function_faults
+from stageline.capturing.marks import CutPoint
+from stageline.capturing.naming import named_everywhere
+from stageline.capturing.sequential import Chain, has_hooks, is_plain_sequential, own_tensors
 from stageline.partitioning import splits
 
 StageLike = nn.Module | Callable[..., Any]
-
-
-class FunctionStage(nn.Module):
-    """A stage without parameters that the user gave as a plain function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
-
-    def extra_repr(self) -> str:
-        return getattr(self._function, "__qualname__", repr(self._function))
 
 
 @dataclass(frozen=True)
@@ -44,11 +27,18 @@ class StageSource:
         module: What it runs; None where another process has it.
         blocks: What it consists of, for people.
         prefix: What the names of its parameters begin with.
+        fingerprint: A digest of the recording it was cut from, if there is one.
     """
 
     module: nn.Module | None
     blocks: tuple[str, ...]
     prefix: str = ""
+    fingerprint: str = ""
+
+
+def is_chain(model: object) -> bool:
+    """Whether a model can be cut between its children without being recorded."""
+    return isinstance(model, nn.Module) and is_plain_sequential(model) and len(model) > 0  # type: ignore[arg-type]  # a Sequential
 
 
 def cut_model(model: object, split: object) -> tuple[list[StageSource], list[str]]:
@@ -57,23 +47,42 @@ def cut_model(model: object, split: object) -> tuple[list[StageSource], list[str
     if faults:
         return [], faults
     assert isinstance(model, nn.Sequential)
-    assert isinstance(split, (int, list, tuple))
-    graph = capture_sequential(model, at_least=split if isinstance(split, int) else 1)
-    sizes, faults = splits.cut_sizes(graph, split)
-    stages, first = [], 0
-    for size in sizes:
-        blocks = tuple(str(block) for block in graph.blocks[first : first + size])
-        stages.append(StageSource(graph.stage_module(first, first + size), blocks))
-        first += size
-    return stages, faults
+    num_stages = split if isinstance(split, int) else 1
+    chain = Chain(model).opened_at(splits.paths_wanted(split), num_stages=num_stages)
+    faults = [*chain.findings, *_hidden_marks(model, chain, split)]
+    if not chain.num_nodes:
+        faults.append("model: it has no children but CutPoints")
+    if faults:
+        return [], faults
+    cuts, faults = splits.resolve(chain, split)
+    if faults:
+        return [], faults
+    ends = [0, *cuts, chain.num_nodes]
+    return [
+        StageSource(module, chain.label(begin, end))
+        for module, (begin, end) in zip(chain.cut(cuts).stages, pairwise(ends), strict=True)
+    ], []
+
+
+def _hidden_marks(model: nn.Module, chain: Chain, split: object) -> list[str]:
+    """Return a fault for every CutPoint that only a recording would reach, if it matters."""
+    if split != "marks" and not isinstance(split, int):
+        return []
+    seen = {mark.name for mark in chain.marks}
+    return [
+        f"CutPoint {name} lies inside a child of the model and is found only when the model runs: "
+        "give example_args"
+        for name, module in named_everywhere(model).items()
+        if isinstance(module, CutPoint) and name not in seen
+    ]
 
 
 def _model_faults(model: object) -> list[str]:
-    wanted = "give its pieces to sl.Pipeline.from_stages([...])"
+    wanted = "give the arguments of one call, example_args=(x,), so that it can be recorded"
     if not isinstance(model, nn.Module):
-        return [f"model: wanted an nn.Sequential, got {type(model).__name__}"]
+        return [f"model: wanted a module, got {type(model).__name__}"]
     if not isinstance(model, nn.Sequential):
-        return [f"model: wanted an nn.Sequential, got {type(model).__name__}: {wanted}"]
+        return [f"model: {type(model).__name__} is no nn.Sequential: {wanted}"]
     if has_hooks(model):
         return [
             "model: it has hooks of its own, which no stage would call: remove them, or put them "
@@ -87,7 +96,7 @@ def _model_faults(model: object) -> list[str]:
         ]
     if not is_plain_sequential(model):
         name = type(model).__name__
-        return [f"model: {name} has a forward of its own, which cannot be cut: {wanted}"]
+        return [f"model: {name} has a forward of its own: {wanted}"]
     if not len(model):
         return ["model: it has no children"]
     return _material_faults("", model)
@@ -128,48 +137,7 @@ def _stage_faults(index: int, stage: object) -> list[str]:
         return []
     if isinstance(stage, nn.Module):
         return _material_faults(f"{where}: ", stage)
-    if isinstance(stage, type):
-        name = stage.__name__
-        return [f"{where}: wanted a module or a function, got the class {name}: write {name}()"]
-    if not callable(stage):
-        return [f"{where}: wanted a module or a function, got {type(stage).__name__}"]
-    owner = getattr(stage, "__self__", None)
-    if isinstance(owner, nn.Module):
-        return [
-            f"{where}: a method of a {type(owner).__name__}, whose parameters nobody would find: "
-            "pass the module itself"
-        ]
-    return [
-        f"{where}: a function that uses {name}, a {type(value).__name__} with parameters or "
-        "buffers that nobody would find: pass the module itself, or a module that holds it"
-        for name, value in _used_by(stage)
-        if _has_state(value)
-    ]
-
-
-def _used_by(function: Any) -> Iterator[tuple[str, object]]:
-    """Yield what a function can reach by name: arguments of a partial, closure, globals."""
-    if isinstance(function, partial):
-        yield getattr(function.func, "__name__", "the partial's function"), function.func
-        yield from ((f"argument {index}", value) for index, value in enumerate(function.args))
-        yield from function.keywords.items()
-        yield from _used_by(function.func)
-        return
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # a cell that is still empty
-            yield name, cell.cell_contents
-    known = function.__globals__
-    yield from ((name, known[name]) for name in code.co_names if name in known)
-
-
-def _has_state(value: object) -> bool:
-    if isinstance(value, nn.Module):
-        trains = any(parameter.requires_grad for parameter in value.parameters())
-        return trains or any(True for _ in value.buffers())
-    return isinstance(value, nn.Parameter) and value.requires_grad
+    return function_faults(where, stage)
 
 
 def _listed(stages: Any, num_stages: object) -> tuple[list[StageLike | None], list[str]]:
@@ -207,6 +175,6 @@ def _source(index: int, stage: StageLike | None) -> StageSource:
     prefix = f"{index}."
     if stage is None:
         return StageSource(None, (), prefix)
-    module = stage if isinstance(stage, nn.Module) else FunctionStage(stage)
-    name = module.extra_repr() if isinstance(module, FunctionStage) else type(module).__name__
+    module = stage if isinstance(stage, nn.Module) else FunctionModule(stage)
+    name = module.extra_repr() if isinstance(module, FunctionModule) else type(module).__name__
     return StageSource(module, (name,), prefix)

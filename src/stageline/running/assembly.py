@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import sha256
 from weakref import ref
 
 import torch
 from torch import nn
 
+from stageline.capturing.staged import StagedModel, VariantStage
 from stageline.errors import ConfigError
 from stageline.partitioning import Plan, StagePlan
+from stageline.partitioning.recorded import CutModel
+from stageline.partitioning.sharing import Shared
 from stageline.partitioning.sources import StageSource
 from stageline.running.foreign import Owner
+from stageline.running.names import Names
 from stageline.running.program import StageProgram
+from stageline.running.recordings import Recordings
 from stageline.running.runner import ProcessRunner, Runner, ThreadRunner
 from stageline.running.settings import Settings, WrapStage
 from stageline.running.stages import HeldStage, HeldStages, added_prefix
+from stageline.running.ties import Ties
 from stageline.running.timetable import Timetable
 from stageline.running.transports.base import ThreadTransport
 from stageline.running.transports.memory import MemoryTransport
@@ -36,6 +43,10 @@ class Parts:
     @property
     def placement(self) -> tuple[int, ...]:
         return self.timetable.schedule.placement
+
+    @property
+    def stages_here(self) -> list[int]:
+        return [stage for stage, rank in enumerate(self.placement) if rank in self.ranks_here]
 
     def device_of(self, stage: int) -> torch.device:
         return self.devices[self.placement[stage]]
@@ -78,50 +89,87 @@ def _missing_stages(
     ]
 
 
+def tie(shared: Sequence[Shared], parts: Parts) -> Ties:
+    """Return the ties between stages, as this process sees them."""
+    return Ties(
+        shared, placement=parts.placement, devices=parts.devices, ranks_here=parts.ranks_here
+    )
+
+
 def hold(
-    sources: Sequence[StageSource], parts: Parts, wrap_stage: WrapStage | None, what: str
+    sources: Sequence[StageSource],
+    parts: Parts,
+    ties: Ties,
+    wrap_stage: WrapStage | None,
+    what: str,
+    names: Names | None = None,
 ) -> HeldStages:
     """Bring the stages of this process to their devices, and wrap them as the user wishes."""
-    held: list[HeldStage] = []
+    names = names or Names()
     elsewhere: set[str] = set()
     prefixes: list[str] = []
+    localised: dict[int, nn.Module] = {}
     for index, (source, rank) in enumerate(zip(sources, parts.placement, strict=True)):
         if rank in parts.ranks_here:
             assert source.module is not None
-            original = source.module.to(parts.device_of(index))
-            module = original if wrap_stage is None else wrap_stage(original, index)
-            if not isinstance(module, nn.Module):
-                got = type(module).__name__
-                finding = f"wrap_stage returned for stage {index}: wanted a module, got {got}"
-                raise ConfigError(what, [finding])
-            held.append(HeldStage(index, source.prefix, original, module))
+            # All before the first is moved: that replaces buffers, which ties know by identity.
+            localised[index] = ties.localise(rank, source.module, what=what)
             continue
         prefixes.append(added_prefix(index))
         if source.module is not None:
             elsewhere.update(source.module.state_dict(prefix=source.prefix))
         else:
             prefixes.append(source.prefix)
-    return HeldStages(tuple(held), frozenset(elsewhere), tuple(prefixes))
+    held = []
+    for index, module in localised.items():
+        source, original = sources[index], module.to(parts.device_of(index))
+        wrapped = original if wrap_stage is None else wrap_stage(original, index)
+        if not isinstance(wrapped, nn.Module):
+            got = type(wrapped).__name__
+            finding = f"wrap_stage returned for stage {index}: wanted a module, got {got}"
+            raise ConfigError(what, [finding])
+        held.append(HeldStage(index, source.prefix, original, wrapped, source.module or original))
+    return HeldStages(
+        tuple(held),
+        frozenset(elsewhere | names.elsewhere),
+        tuple(prefixes),
+        aliases=names.aliases,
+        first_names=names.first,
+        shadows=tuple(ties.shadows),
+    )
 
 
-def describe(sources: Sequence[StageSource], held: HeldStages, parts: Parts) -> Plan:
+def recordings(
+    staged: StagedModel | None, held: HeldStages, parts: Parts, ties: Ties
+) -> Recordings | None:
+    """Return what chooses between the recordings of the model, for the stages that live here."""
+    if staged is None:
+        return None
+    stages = {}
+    for stage in held.stages:
+        assert isinstance(stage.original, VariantStage)
+        # What is recorded later must use this rank's copies of tied parameters too.
+        stage.original.adapt = partial(ties.localise, parts.placement[stage.index])
+        stages[stage.index] = stage.original
+    return Recordings(staged.holding(stages), is_first=0 in stages)
+
+
+def describe(cut: CutModel, held: HeldStages, parts: Parts) -> Plan:
     """Return the plan, for people and for the forecast."""
     modules = {stage.index: stage.module for stage in held.stages}
-    return Plan(
-        tuple(
-            StagePlan(
-                index=index,
-                rank=rank,
-                device=str(parts.devices[rank]),
-                blocks=source.blocks,
-                module=modules.get(index),
-                num_parameters=None
-                if source.module is None
-                else sum(parameter.numel() for parameter in source.module.parameters()),
-            )
-            for index, (source, rank) in enumerate(zip(sources, parts.placement, strict=True))
-        )
-    )
+    known = [] if cut.plan is None else list(cut.plan.stages)
+    stages = []
+    for index, (source, rank) in enumerate(zip(cut.sources, parts.placement, strict=True)):
+        count = None
+        if source.module is not None:
+            count = sum(parameter.numel() for parameter in source.module.parameters())
+        device = str(parts.devices[rank])
+        here = StagePlan(index, rank, device, source.blocks, modules.get(index), count)
+        if known:
+            here = replace(known[index], rank=rank, device=device, module=modules.get(index))
+        stages.append(here)
+    ties = () if cut.plan is None else cut.plan.ties
+    return Plan(tuple(stages), ties=ties)
 
 
 def programs(held: HeldStages, parts: Parts, unpack_tuples: bool) -> dict[int, StageProgram]:
@@ -144,7 +192,9 @@ def programs(held: HeldStages, parts: Parts, unpack_tuples: bool) -> dict[int, S
     }
 
 
-def digests(sources: Sequence[StageSource], settings: Settings, parts: Parts) -> dict[str, str]:
+def digests(
+    sources: Sequence[StageSource], shared: Sequence[Shared], settings: Settings, parts: Parts
+) -> dict[str, str]:
     """Return short fingerprints of all that ranks must agree on, by what they stand for."""
     known = all(source.module is not None for source in sources)
     shapes = [
@@ -156,7 +206,13 @@ def digests(sources: Sequence[StageSource], settings: Settings, parts: Parts) ->
     ]
     facts = {
         "the stages": [source.blocks if known else len(sources) for source in sources],
+        "the recorded graph": [source.fingerprint for source in sources],
         "the parameters": shapes,
+        "the tied parameters": [
+            [(holder.stage, holder.name) for holder in one.holders]
+            for one in shared
+            if len({parts.placement[stage] for stage in one.stages}) > 1
+        ],
         "the schedule": parts.timetable.schedule.text(),
         "keep_outputs or share_outputs": (settings.keep_outputs, settings.share_outputs),
         "batch_dims": str(settings.batch_dims),
@@ -164,18 +220,27 @@ def digests(sources: Sequence[StageSource], settings: Settings, parts: Parts) ->
     return {what: sha256(repr(fact).encode()).hexdigest()[:16] for what, fact in facts.items()}
 
 
-def owners(sources: Sequence[StageSource]) -> dict[int, Owner]:
-    """Return the stage and name of every parameter that is known here, by identity."""
-    return {
-        id(parameter): (index, source.prefix + name, ref(parameter))
+def owners(sources: Sequence[StageSource], ties: Ties) -> dict[int, Owner]:
+    """Return the stages and the name of every parameter that is known here, by identity."""
+    known = {
+        id(parameter): Owner(frozenset({index}), index, source.prefix + name, ref(parameter))
         for index, source in enumerate(sources)
         if source.module is not None
         for name, parameter in source.module.named_parameters()
     }
+    known.update(
+        (id(parameter), Owner(stages, home, name, ref(parameter)))
+        for parameter, name, home, stages in ties.users
+    )
+    return known
 
 
 def runner_for(
-    sources: Sequence[StageSource], settings: Settings, world: World | None, parts: Parts
+    sources: Sequence[StageSource],
+    shared: Sequence[Shared],
+    settings: Settings,
+    world: World | None,
+    parts: Parts,
 ) -> Runner:
     """Return who plays the ranks: threads of this process, or this process as one of many."""
     on_cpu = all(device.type == "cpu" for device in parts.devices)
@@ -189,5 +254,5 @@ def runner_for(
         group,
         schedule=parts.timetable.schedule,
         on_cpu=on_cpu,
-        digests=digests(sources, settings, parts),
+        digests=digests(sources, shared, settings, parts),
     )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from stageline.errors import BatchError, PipeError, ScheduleError, StepError
 from stageline.running.boundary import Packet
 from stageline.running.events import Observer
-from stageline.running.executor import StepState
+from stageline.running.executor import BoundRow, StepState
 from stageline.running.foreign import ForeignParameters
 from stageline.running.loss import LossRule
 from stageline.running.microbatches import (
@@ -25,8 +25,10 @@ from stageline.running.microbatches import (
     merge_outputs,
 )
 from stageline.running.program import StageProgram
+from stageline.running.recordings import Chosen, Recordings
 from stageline.running.result import StepResult
 from stageline.running.runner import Runner
+from stageline.running.ties import Ties
 from stageline.running.timetable import Purpose, Timetable, halves
 from stageline.running.torch_private import run_backward, tree_flatten
 from stageline.running.transports.base import Arrived
@@ -45,7 +47,8 @@ class Engine:
         keeps_outputs: Whether a step returns its outputs.
         shares_outputs: Whether outputs go to every rank, or stay on the last stage's.
         parameters: Those of the stages that live here.
-        foreign: Which stage each parameter of the model belongs to.
+        foreign: Which stages each parameter of the model belongs to.
+        ties: What stages share.
     """
 
     programs: Mapping[int, StageProgram]
@@ -57,6 +60,8 @@ class Engine:
     shares_outputs: bool
     parameters: tuple[nn.Parameter, ...]
     foreign: ForeignParameters
+    ties: Ties
+    recordings: Recordings | None = None
     _busy: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -84,10 +89,10 @@ class Engine:
             )
         purpose = Purpose.TRAIN if trains else Purpose.EVALUATE
         with self._one_call_at_a_time():
+            self.ties.refresh()
             batch = self._cut(args, kwargs, target, purpose)
             states = self._states(batch, purpose, self.loss_rule)
-            with self._gradients_undone_on_failure(purpose):
-                self.runner.run(self.timetable.rows(batch.count, purpose), states, observer)
+            self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
             first, last = states.get(self._placement[0]), states.get(self._last_rank)
             if first is not None:
                 _accumulate(first)
@@ -101,22 +106,25 @@ class Engine:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], observer: Observer | None
     ) -> Any:
         """Return the outputs of the whole batch; no graph is built."""
+        purpose = Purpose.INFER
         with self._one_call_at_a_time():
-            batch = self._cut(args, kwargs, None, Purpose.INFER)
-            states = self._states(batch, Purpose.INFER, None)
-            self.runner.run(self.timetable.rows(batch.count, Purpose.INFER), states, observer)
+            self.ties.refresh()
+            batch = self._cut(args, kwargs, None, purpose)
+            states = self._states(batch, purpose, None)
+            self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
             return self._outputs(states.get(self._last_rank), batch)()
 
     def differentiate(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], observer: Observer | None
     ) -> DifferentiableRun:
         """Run all forwards and keep their graphs, for a backward that comes later."""
+        purpose = Purpose.DIFFERENTIATE
         with self._one_call_at_a_time():
-            purpose = Purpose.DIFFERENTIATE
+            self.ties.refresh()
             batch = self._cut(args, kwargs, None, purpose)
             states = self._states(batch, purpose, None)
             rows = [halves(row) for row in self.timetable.rows(batch.count, purpose)]
-            self.runner.run([forward for forward, _ in rows], states, observer)
+            self._run([forward for forward, _ in rows], states, observer, purpose)
             outputs = states[self._last_rank].outputs
             packets = [outputs.pop(index) for index in range(batch.count)]
 
@@ -139,12 +147,31 @@ class Engine:
             for index, of_microbatch in enumerate(gradients):
                 key = (len(self._placement) - 1, index)
                 last.gradients[key] = Arrived(Packet(list(of_microbatch)))
-            with self._one_call_at_a_time(), self._gradients_undone_on_failure(purpose):
-                self.runner.run([later for _, later in rows], mine, observer)
+            with self._one_call_at_a_time():
+                self._run([later for _, later in rows], mine, observer, purpose)
             return _input_gradients(mine[self._placement[0]])
 
         inputs = [leaf for leaf in batch.input_tensors() if leaf.requires_grad]
         return DifferentiableRun(packets, inputs, batch.sizes, backward)
+
+    def _run(
+        self,
+        rows: Sequence[BoundRow],
+        states: Mapping[int, StepState],
+        observer: Observer | None,
+        purpose: Purpose,
+    ) -> None:
+        """Run rows, and give tied parameters their gradients."""
+        if not purpose.builds_graph:
+            with self.ties.buffers_watched():
+                self.runner.run(rows, states, observer)
+            return
+        with (
+            self._gradients_undone_on_failure(),
+            self.ties.summed(self.runner),
+            self.ties.buffers_watched(),
+        ):
+            self.runner.run(rows, states, observer)
 
     def _cut(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, purpose: Purpose
@@ -168,8 +195,10 @@ class Engine:
         rows = self.runner.begin(purpose, count_rows)
         if cut:
             has_loss = purpose in (Purpose.TRAIN, Purpose.EVALUATE)
+            takes_inputs = self.recordings is not None and self.recordings.takes_inputs
             cut[0].slice_ahead(
-                inputs=self._is_first, targets=has_loss and self._last_rank in self.runner.ranks
+                inputs=self._is_first or takes_inputs,
+                targets=has_loss and self._last_rank in self.runner.ranks,
             )
             return cut[0]
         return Microbatches((), {}, None, num_microbatches=count, rows=rows)
@@ -203,6 +232,9 @@ class Engine:
     def _states(
         self, batch: Microbatches, purpose: Purpose, loss_rule: LossRule | None
     ) -> dict[int, StepState]:
+        chosen: Sequence[Chosen] = ()
+        if self.recordings is not None:
+            chosen = self.recordings.choose(batch, builds_graph=purpose.builds_graph)
         return {
             rank: StepState(
                 self.programs,
@@ -211,6 +243,7 @@ class Engine:
                 loss_rule=loss_rule,
                 keeps_outputs=self.keeps_outputs,
                 foreign=self.foreign,
+                chosen=chosen,
             )
             for rank in self.runner.ranks
         }
@@ -239,11 +272,8 @@ class Engine:
             self._busy.release()
 
     @contextmanager
-    def _gradients_undone_on_failure(self, purpose: Purpose) -> Iterator[None]:
+    def _gradients_undone_on_failure(self) -> Iterator[None]:
         """A failed step leaves no half-summed gradient where there was none before."""
-        if not purpose.builds_graph:
-            yield
-            return
         fresh = [parameter for parameter in self.parameters if parameter.grad is None]
         try:
             yield

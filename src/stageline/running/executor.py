@@ -25,6 +25,7 @@ from stageline.running.foreign import ForeignParameters
 from stageline.running.loss import LossRule
 from stageline.running.microbatches import Microbatches
 from stageline.running.program import StageProgram
+from stageline.running.recordings import Chosen
 from stageline.running.torch_private import run_backward, tree_flatten
 from stageline.running.transports.base import Aborted, Arrived, Edge, Endpoint, Receipt
 from stageline.scheduling import Action, Kind, Schedule
@@ -45,6 +46,7 @@ class StepState:
         input_gradients: Gradients of the model's arguments, for each microbatch, where asked for.
         losses: Loss of each microbatch, detached, and what it weighs.
         outputs: Output of each microbatch, detached, where the caller wants it.
+        chosen: Of a recorded model, what each microbatch follows.
         endpoint: This rank's side of the transport; the runner sets it when rows begin.
         autocast: The device types for which forward runs under autocast.
         waited: Seconds spent waiting for packets in the current action; None if nobody observes.
@@ -61,7 +63,9 @@ class StepState:
         loss_rule: LossRule | None,
         keeps_outputs: bool,
         foreign: ForeignParameters,
+        chosen: Sequence[Chosen] = (),
     ) -> None:
+        self.chosen = chosen
         self.programs = programs
         self.microbatches = microbatches
         self.builds_graph = builds_graph
@@ -116,14 +120,21 @@ def _model_inputs(state: StepState, microbatch: int) -> tuple[tuple[Any, ...], d
 def _forward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:
     program = state.programs[stage]
     if program.is_first:
-        output = program.call_first(*_model_inputs(state, microbatch))
+        inputs = _model_inputs(state, microbatch)
+        if state.chosen:
+            output = _call_recorded(state, program, microbatch, None, inputs)
+        else:
+            output = program.call_first(*inputs)
     else:
         packet = _wait(state, state.arrivals.pop((stage, microbatch)))
         entered = enter(program.accept(packet))
         del packet
         if entered.slot is not None:
             state.slots[stage, microbatch] = entered.slot
-        output = program.call(entered.value)
+        if state.chosen:
+            output = _call_recorded(state, program, microbatch, entered.value)
+        else:
+            output = program.call(entered.value)
         entered.check()
     if program.is_last:
         _finish(state, program, microbatch, output)
@@ -136,6 +147,17 @@ def _forward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -
         state.arrivals[stage + 1, microbatch] = Arrived(packet)
     else:
         state.departures[stage, microbatch] = packet
+
+
+def _call_recorded(
+    state: StepState, program: StageProgram, microbatch: int, value: Any, inputs: Any = None
+) -> Any:
+    """Run a stage of a recorded model: it takes arguments of the model whichever stage it is."""
+    chosen = state.chosen[microbatch]
+    leaves = chosen.leaves
+    if inputs is not None and state.microbatches.inputs_with_gradient and state.builds_graph:
+        leaves = tree_flatten(inputs)[0]
+    return program.module(value, program.localise(leaves), chosen.variant)
 
 
 def _finish(state: StepState, program: StageProgram, microbatch: int, output: Any) -> None:

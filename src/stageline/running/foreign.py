@@ -8,6 +8,7 @@ threads it would be added in any order; so it is refused everywhere.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 from weakref import ReferenceType
 
 from torch import Tensor, nn
@@ -15,13 +16,26 @@ from torch.autograd.graph import Node
 
 from stageline.errors import EdgeError
 
-# Stage, name, and the parameter by a weak reference: a process must not keep the stages of others
-# alive, and an id alone could pass to another tensor.
-Owner = tuple[int, str, "ReferenceType[nn.Parameter]"]
+
+class Owner(NamedTuple):
+    """Who may use a parameter.
+
+    Attributes:
+        stages: The stages that may: one, or all that a tied parameter belongs to.
+        home: The stage to name when another one does.
+        name: The name in the model.
+        parameter: By a weak reference: a process must not keep the stages of others alive, and an
+            id alone could pass to another tensor.
+    """
+
+    stages: frozenset[int]
+    home: int
+    name: str
+    parameter: ReferenceType[nn.Parameter]
 
 
 class ForeignParameters:
-    """Knows which stage every parameter belongs to, and looks at each stage's graph once."""
+    """Knows which stages every parameter belongs to, and looks at each stage's graph once."""
 
     def __init__(self, owners: Mapping[int, Owner]) -> None:
         self._owners = owners
@@ -34,11 +48,13 @@ class ForeignParameters:
         roots = [result.grad_fn for result in results if isinstance(result, Tensor)]
         for variable in _leaves(root for root in roots if root is not None):
             owner = self._owners.get(id(variable))
-            if owner is not None and owner[0] != stage and owner[2]() is variable:
+            if owner is None or stage in owner.stages:
+                continue
+            if owner.parameter() is variable:
                 raise EdgeError(
-                    f"stage {stage}, or the loss computed there, uses {owner[1]}, a parameter of "
-                    f"stage {owner[0]}: put both into one stage; a penalty on weights belongs into "
-                    "the optimizer (weight_decay) or into the stage that has them"
+                    f"stage {stage}, or the loss computed there, uses {owner.name}, a parameter of "
+                    f"stage {owner.home}: put both into one stage; a penalty on weights belongs "
+                    "into the optimizer (weight_decay) or into the stage that has them"
                 )
         self._seen.add(stage)
 

@@ -70,6 +70,15 @@ class Runner(ABC):
         """Make a value of the owner's rank known on every rank; the result asks for it."""
 
     @abstractmethod
+    def swap(
+        self, number: int, outgoing: Mapping[int, Packet], sources: Sequence[int]
+    ) -> dict[int, Packet]:
+        """Send packets to ranks of other processes, and return what comes from some of them.
+
+        All sends are under way before the first wait. ``number`` tells the swaps of a step apart.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Let go of threads and connections."""
 
@@ -123,6 +132,13 @@ class ThreadRunner(Runner):
 
     def share(self, letter: str, value: Any, *, owner: int) -> Callable[[], Any]:
         return lambda: value
+
+    def swap(
+        self, number: int, outgoing: Mapping[int, Packet], sources: Sequence[int]
+    ) -> dict[int, Packet]:
+        assert not outgoing  # there is no other process
+        assert not sources
+        return {}
 
     def close(self) -> None:
         if self._pool is not None:
@@ -231,14 +247,29 @@ class ProcessRunner(Runner):
         self._unread = [_Once(self._endpoint.receive(self._edge(letter, owner, self.rank)))]
         return self._unread[0]
 
+    def swap(
+        self, number: int, outgoing: Mapping[int, Packet], sources: Sequence[int]
+    ) -> dict[int, Packet]:
+        assert self._endpoint is not None
+        self._transport.set_patient(False)
+        receipts = {
+            rank: self._endpoint.receive(self._edge("T", rank, self.rank, number))
+            for rank in sources
+        }
+        for rank, packet in outgoing.items():
+            self._endpoint.send(self._edge("T", self.rank, rank, number), packet)
+        came = {rank: receipt.wait() for rank, receipt in receipts.items()}
+        self._transport.set_patient(True)
+        return came
+
     def _send_to_others(self, letter: str, packet: Packet) -> None:
         assert self._endpoint is not None
         for rank in range(self.num_ranks):
             if rank != self.rank:
                 self._endpoint.send(self._edge(letter, self.rank, rank), packet)
 
-    def _edge(self, letter: str, source: int, target: int) -> Edge:
-        return Edge(source, target, letter, 0, source, target)
+    def _edge(self, letter: str, source: int, target: int, number: int = 0) -> Edge:
+        return Edge(source, target, letter, number, source, target)
 
     def close(self) -> None:
         self._transport.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -28,12 +28,14 @@ class HeldStage:
         prefix: What its names begin with.
         original: The module as it was before ``wrap_stage``; it knows the original names.
         module: What runs.
+        given: The user's own module, of which ``original`` is a copy where it has tied tensors.
     """
 
     index: int
     prefix: str
     original: nn.Module
     module: nn.Module
+    given: nn.Module
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.original.named_parameters():
@@ -67,25 +69,39 @@ class HeldStages:
         stages: Those held here.
         elsewhere: Names in a full state_dict that other processes are responsible for, or the
             beginnings of such names where only those are known.
+        aliases: Other names of what is held here, each with the name under which a stage holds it.
+        first_names: The first name in the model of a parameter that is held under a later one.
+        shadows: Copies of tied tensors; they stand for another one that is held here too.
     """
 
     stages: tuple[HeldStage, ...]
     elsewhere: frozenset[str] = frozenset()
     elsewhere_prefixes: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    first_names: Mapping[str, str] = field(default_factory=dict)
+    shadows: tuple[Tensor, ...] = ()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        seen = {id(shadow) for shadow in self.shadows}
         for stage in self.stages:
-            yield from stage.named_parameters()
+            for name, parameter in stage.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield self.first_names.get(name, name), parameter
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        seen = {id(shadow) for shadow in self.shadows}
         for stage in self.stages:
             for name, buffer in stage.original.named_buffers():
-                yield stage.prefix + name, buffer
+                if id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield stage.prefix + name, buffer
 
     def train(self, mode: bool) -> None:
         for stage in self.stages:
             stage.module.train(mode)
             stage.original.train(mode)
+            stage.given.train(mode)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the stages held here, under original names."""
@@ -96,6 +112,9 @@ class HeldStages:
             merged.update(part)
             versions.update(_versions(part))
             merged.update({name: tensor.detach() for name, tensor in stage.added().items()})
+        for alias, name in self.aliases.items():
+            if name in merged:
+                merged[alias] = merged[name]
         # Where torch keeps the format version of each module, for those that migrate old formats.
         merged._metadata = versions  # type: ignore[attr-defined]
         return merged
@@ -119,12 +138,22 @@ class HeldStages:
         if faults:
             bullets = "".join(f"\n  - {fault}" for fault in faults)
             raise StateError(f"the state_dict does not fit, nothing was loaded:{bullets}")
+        state = self._aligned(state)
         for stage in self.stages:
             stage.original.load_state_dict(_without_prefix(state, stage.prefix), strict=False)
             for name, tensor in stage.added().items():
                 if name in state:
                     tensor.detach().copy_(state[name])
         return LoadedKeys(missing, unexpected)
+
+    def _aligned(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a state in which all names of a tensor have one value: the last, as in torch."""
+        held = {**self.aliases, **{name: name for name in self.aliases.values()}}
+        latest = {held[name]: value for name, value in state.items() if name in held}
+        spread = {name: latest[holder] for name, holder in held.items() if holder in latest}
+        aligned = OrderedDict({**state, **spread})
+        aligned._metadata = _versions(state)  # type: ignore[attr-defined]
+        return aligned
 
     def _is_elsewhere(self, name: str) -> bool:
         return name in self.elsewhere or name.startswith(self.elsewhere_prefixes)

@@ -34,6 +34,7 @@ __all__ = [
     "TreeSpec",
     "engine_will_run",
     "foreign_modes",
+    "has_gradient_hooks",
     "leaf_names",
     "run_backward",
     "saved_tensor_hooks",
@@ -71,6 +72,11 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
     """Return this thread's pack and unpack hooks; torch has no public getter."""
     hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return whether a hook is called with the gradient of a parameter; torch only adds them."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def foreign_modes() -> list[str]:

@@ -30,8 +30,8 @@ from stageline.running.transports import wire
 from stageline.running.transports.base import Edge, Endpoint, Receipt
 
 # What travels, each on a tag of its own: activations, gradients, the signature of a step, losses,
-# outputs.
-LETTERS = ("F", "B", "S", "L", "O")
+# outputs, gradients of tied parameters.
+LETTERS = ("F", "B", "S", "L", "O", "T")
 _FIRST_BODY_TAG = 16
 _BODY_TAGS = 1 << 16  # far more than can be under way at once
 

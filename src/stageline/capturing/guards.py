@@ -1,0 +1,78 @@
+"""What a recording relies on, checked at run time: the outcome of every decision of the code.
+
+A guard stands in the graph as a call of one of these functions. One that depends on the inputs
+alone is checked before anything runs and chooses the recording; every other one is checked where
+its value is made. None lets a run follow the wrong branch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stageline.errors import CaptureError
+
+
+class GuardFailed(CaptureError):
+    """The code would decide otherwise than when it was recorded."""
+
+
+def check(value: Any, wanted: Any, where: str) -> None:
+    """Raise unless a decision has the outcome that was recorded."""
+    if value is wanted or (type(value) is type(wanted) and (value == wanted or value != value)):
+        return
+    raise GuardFailed(
+        f"{where}: the code decides by a value that was {wanted!r} when the model was recorded and "
+        f"is {value!r} now, so it may take another way"
+    )
+
+
+def check_structure(value: Any, wanted: Any, where: str) -> None:
+    """Raise unless a module returned a value of the recorded structure: lengths, keys, None."""
+    found = structure(value)
+    if found != wanted:
+        raise GuardFailed(
+            f"{where}: the module returned {found} and {wanted} when it was recorded, so the code "
+            "after it may do something else"
+        )
+
+
+def structure(value: Any) -> Any:
+    """Return what stays of a value without its numbers: nested types, keys, bools and None.
+
+    Example:
+        >>> structure((torch.zeros(2), None, {"a": 1}))
+        ('tuple', 'Tensor', None, ('dict', ('a', 'int')))
+    """
+    if isinstance(value, Tensor):
+        return "Tensor"
+    if value is None:
+        return None
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, *(structure(part) for part in value))
+    if isinstance(value, dict):
+        parts = ((str(key), structure(part)) for key, part in value.items())
+        return (type(value).__name__, *parts)
+    return type(value).__name__
+
+
+def is_guard(target: Any) -> bool:
+    """Whether a node that calls this is a guard."""
+    return target in (check, check_structure)
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two results are equal; nan equals nan, and dtype and shape count."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.dtype != other.dtype or one.shape != other.shape or one.device != other.device:
+            return False
+        if one.is_floating_point() or one.is_complex():
+            return bool(torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))) and bool(
+                torch.equal(torch.isnan(one), torch.isnan(other))
+            )
+        return bool(torch.equal(one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or (one != one and other != other)
+    return type(one) is type(other) and bool(one == other)

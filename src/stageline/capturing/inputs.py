@@ -1,0 +1,122 @@
+"""The arguments of a model's call, as a recording sees them: named leaves, and what they are."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stageline.capturing.torch_private import TreeSpec, tree_flatten_with_path
+from stageline.capturing.values import flatten, unflatten
+
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """One call's arguments, flat.
+
+    Attributes:
+        leaves: Tensors and plain values.
+        spec: How they make ``(args, kwargs)`` again.
+    """
+
+    leaves: list[Any]
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        leaves, spec = flatten((tuple(args), dict(kwargs)))
+        return cls(leaves, spec)
+
+    def key(self) -> tuple[Any, ...]:
+        """Return what a recording is bound to, whatever the sizes: types, dimensions, constants."""
+        return (self.spec, *(_leaf_key(leaf) for leaf in self.leaves))
+
+    def sizes(self) -> tuple[Any, ...]:
+        """Return the sizes of all tensors."""
+        return tuple(tuple(leaf.shape) for leaf in self.leaves if isinstance(leaf, Tensor))
+
+    def with_leaves(self, leaves: list[Any]) -> Arguments:
+        return Arguments(leaves, self.spec)
+
+    def unpacked(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = unflatten(self.leaves, self.spec)
+        return args, kwargs
+
+    def copied(self) -> Arguments:
+        """Return the same arguments in memory of their own, so that a run cannot change them."""
+        twins: dict[int, Tensor] = {}
+
+        def copy(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if id(leaf) not in twins:
+                twin = leaf.detach().clone(memory_format=torch.preserve_format)
+                twins[id(leaf)] = twin.requires_grad_(leaf.requires_grad)
+                return twins[id(leaf)]
+            # The same tensor twice: an alias, so that each argument is a value of its own.
+            return twins[id(leaf)].view_as(leaf)
+
+        return self.with_leaves([copy(leaf) for leaf in self.leaves])
+
+    def with_one_row_more(self) -> Arguments | None:
+        """Return the arguments for a batch with its first row repeated; None if it has no rows."""
+        rows = [leaf.shape[0] for leaf in self.leaves if isinstance(leaf, Tensor) and leaf.dim()]
+        if not rows or rows[0] == 0:
+            return None
+
+        def grow(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != rows[0]:
+                return leaf
+            grown = torch.cat([leaf.detach(), leaf.detach()[:1]])
+            return grown.requires_grad_(leaf.requires_grad)
+
+        return self.with_leaves([grow(leaf) for leaf in self.leaves])
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return (Tensor, leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.device.type)
+    try:
+        hash(leaf)
+    except TypeError:
+        return (type(leaf), id(leaf))
+    return (type(leaf), leaf)
+
+
+def leaf_names(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """Return a name for each leaf of the arguments, after the parameters of ``forward``."""
+    positional = _positional_names(model, len(args))
+    names = []
+    for path, _ in tree_flatten_with_path((tuple(args), dict(kwargs)))[0]:
+        place, *rest = (str(getattr(key, "idx", getattr(key, "key", key))) for key in path)
+        first = rest[0] if rest else "input"
+        parts = [positional[int(first)] if place == "0" else first, *rest[1:]]
+        name = re.sub(r"\W", "_", "_".join(parts))
+        names.append(name if name.isidentifier() else f"input_{name}")
+    return names
+
+
+def _positional_names(model: nn.Module, count: int) -> list[str]:
+    try:
+        parameters = list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    return [*names[:count], *(f"arg{index}" for index in range(len(names), count))]
+
+
+def ambient_key() -> tuple[Any, ...]:
+    """Return what surrounds a call and changes what a model computes: autocast."""
+    return tuple(
+        (name, torch.get_autocast_dtype(name))
+        for name in _AUTOCAST_DEVICES
+        if torch.is_autocast_enabled(name)
+    )

@@ -1,0 +1,80 @@
+"""What each node of a recording costs, and whether it is random: read off torch's own operations.
+
+Times are estimates for a nominal machine, good for comparing blocks with each other: arithmetic at
+``FLOPS`` and memory traffic at ``BANDWIDTH``, the backward counted as twice the forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from stageline.capturing.torch_private import TorchDispatchMode, tree_flatten
+
+FLOPS = 50e9
+BANDWIDTH = 10e9
+_BACKWARD = 2  # twice the forward: one product for the input's gradient, one for the weight's
+
+
+@dataclass
+class Reading:
+    """What was spent since the last reset.
+
+    Attributes:
+        flops: Multiplications and additions of matrix products, convolutions and attention.
+        moved: Bytes read and written.
+        made: Bytes of results that are no views.
+        is_random: Whether random numbers were drawn.
+    """
+
+    flops: int = 0
+    moved: int = 0
+    made: int = 0
+    is_random: bool = False
+
+    @property
+    def time(self) -> int:
+        """Nanoseconds of forward and backward on the nominal machine."""
+        forward = self.flops / FLOPS + self.moved / BANDWIDTH
+        return round(1e9 * (1 + _BACKWARD) * forward)
+
+
+class Meter(TorchDispatchMode):
+    """Counts while it is active; ``take`` returns what came together since the last time."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._reading = Reading()
+
+    def take(self) -> Reading:
+        reading, self._reading = self._reading, Reading()
+        return reading
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        reading = self._reading
+        count = flop_registry.get(getattr(func, "_overloadpacket", func))
+        if count is not None:
+            reading.flops += int(count(*args, **kwargs, out_val=result))
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            reading.is_random = True
+        if not getattr(func, "is_view", False):
+            made = _bytes(result)
+            reading.made += made
+            reading.moved += made + _bytes((args, kwargs))
+        return result
+
+
+def _bytes(tree: Any) -> int:
+    return sum(
+        leaf.numel() * leaf.element_size()
+        for leaf in tree_flatten(tree)[0]
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided
+    )

@@ -1,0 +1,62 @@
+"""The names of a model's modules, parameters and buffers, found by identity."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from stageline.capturing.naming import named_everywhere
+
+
+class ModelNames:
+    """Knows what the model calls everything in it.
+
+    Attributes:
+        model: The user's model.
+        modules: Every registered module by name, aliases included.
+        extra: Modules that are called but not registered (held in a plain list), by a made-up name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.extra: dict[str, nn.Module] = {}
+        self._paths: dict[int, str] = {}
+        for path, module in self.modules.items():
+            self._paths.setdefault(id(module), path)
+        self._tensors: dict[int, list[str]] = {}
+        self._buffers: set[int] = set()
+        for path, module in self.modules.items():
+            if self._paths[id(module)] != path:
+                continue
+            prefix = f"{path}." if path else ""
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._tensors.setdefault(id(tensor), []).append(prefix + name)
+            self._buffers |= {id(b) for b in module._buffers.values() if b is not None}
+
+    def path_of(self, module: nn.Module) -> str:
+        """Return the first name of a module; one that nobody registered is searched for."""
+        path = self._paths.get(id(module))
+        if path is None:
+            path = self._found(module)
+            while path in self.modules or path in self.extra:
+                path += "_"
+            self._paths[id(module)] = path
+            self.extra[path] = module
+        return path
+
+    def module(self, path: str) -> nn.Module:
+        return self.modules[path] if path in self.modules else self.extra[path]
+
+    def tensor_names(self, tensor: Tensor) -> list[str]:
+        """Return the names of a parameter or buffer; none for any other tensor."""
+        return self._tensors.get(id(tensor), [])
+
+    def is_buffer(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._buffers
+
+    def _found(self, module: nn.Module) -> str:
+        for path, found in named_everywhere(self.model).items():
+            if found is module:
+                return path
+        return f"unregistered_{type(module).__name__}"

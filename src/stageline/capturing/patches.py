@@ -1,0 +1,221 @@
+"""What torch cannot show a function mode, made visible for the time of a recording.
+
+Everything is put back afterwards, and other threads are let through at once.
+"""
+
+from __future__ import annotations
+
+import builtins
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stageline.capturing.places import where
+from stageline.capturing.recorder import Recorder
+from stageline.capturing.symbols import Flag
+from stageline.capturing.values import flatten
+from stageline.errors import CaptureError
+
+_MISSING = object()
+
+
+@contextmanager
+def patched(recorder: Recorder) -> Iterator[None]:
+    """Show a recorder what it would not see: flags, len(), regions, custom functions, writes."""
+    with ExitStack() as stack:
+        for patch in (
+            _training_flag,
+            _attribute_writes,
+            _len,
+            _autocast,
+            _custom_functions,
+            _vmap,
+            _checkpoint,
+            _python_random,
+        ):
+            stack.enter_context(patch(recorder))
+        yield
+
+
+@contextmanager
+def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
+    before = vars(holder).get(name, _MISSING)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        if before is _MISSING:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, before)
+
+
+@contextmanager
+def _training_flag(recorder: Recorder) -> Iterator[None]:
+    """``self.training`` of an opened module follows train() and eval() also when it is replayed."""
+
+    def read(module: nn.Module) -> Any:
+        value = module.__dict__["training"]
+        if not recorder.is_open or not isinstance(value, bool):
+            return value
+        node = recorder.training_node(module)
+        if node is None:
+            return value
+        if recorder.symbolic_flags:
+            return Flag(recorder, node, value)
+        recorder.guard(node, value)
+        return value
+
+    def write(module: nn.Module, value: Any) -> None:
+        module.__dict__["training"] = value
+
+    with _replaced(nn.Module, "training", property(read, write)):
+        yield
+
+
+@contextmanager
+def _attribute_writes(recorder: Recorder) -> Iterator[None]:
+    """A value that opened code stores on a module would not be there in another stage."""
+    original = nn.Module.__setattr__
+
+    def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+        if recorder.is_open and name != "training" and not recorder.bindings.is_new(module):
+            old = getattr(module, name, _MISSING)
+            if not _is_harmless(old, value):
+                path = recorder.names.path_of(module)
+                raise CaptureError(
+                    f"{where()}: the code stores a {type(value).__name__} in "
+                    f"{path + '.' if path else 'self.'}{name}, which other stages would not see: "
+                    "return it, or change a buffer in place"
+                )
+        original(module, name, value)
+
+    with _replaced(nn.Module, "__setattr__", set_attribute):
+        yield
+
+
+def _is_harmless(old: Any, new: Any) -> bool:
+    if old is new:
+        return True
+    with torch._C.DisableTorchFunction():
+        if isinstance(old, Tensor) and isinstance(new, Tensor):
+            same_place = old.data_ptr() == new.data_ptr() and old.device == new.device
+            return same_place and old.shape == new.shape and old.dtype == new.dtype
+        if any(isinstance(leaf, Tensor) for leaf in flatten((old, new))[0]):
+            return False
+        try:
+            return type(old) is type(new) and bool(old == new)
+        except Exception:
+            return False
+
+
+@contextmanager
+def _len(recorder: Recorder) -> Iterator[None]:
+    """The builtin insists on a plain int; opened code gets the symbol."""
+    original = builtins.len
+
+    def length(value: Any) -> Any:
+        if isinstance(value, Tensor) and recorder.is_open and recorder.bindings.varies(value):
+            with torch._C.DisableTorchFunction():
+                original(value)  # raises for a tensor without dimensions
+                return recorder.size_of(value, 0)
+        return original(value)
+
+    builtins.len = length
+    try:
+        yield
+    finally:
+        builtins.len = original
+
+
+@contextmanager
+def _autocast(recorder: Recorder) -> Iterator[None]:
+    kind = torch.amp.autocast_mode.autocast
+    enter, leave = kind.__enter__, kind.__exit__
+
+    def entering(self: Any) -> Any:
+        result = enter(self)  # type: ignore[no-untyped-call]  # untyped in torch
+        if recorder.is_open:
+            recorder.regions.enter_autocast(self)
+            self._recorded = True
+        return result
+
+    def leaving(self: Any, *error: Any) -> Any:
+        if self.__dict__.pop("_recorded", False):
+            recorder.regions.leave_autocast()
+        return leave(self, *error)
+
+    with _replaced(kind, "__enter__", entering), _replaced(kind, "__exit__", leaving):
+        yield
+
+
+@contextmanager
+def _custom_functions(recorder: Recorder) -> Iterator[None]:
+    """A custom autograd function is one node: recorded inside, it would lose its backward."""
+    original = torch.autograd.Function.__dict__["apply"].__func__
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not recorder.is_open:
+            return original(cls, *args, **kwargs)
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            recorder.note_checkpoint()
+            run, _, *inputs = args
+            return run(*inputs)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return original(cls, *args, **kwargs)
+
+        return recorder.call_opaque(call, cls.__name__, args, kwargs)
+
+    with _replaced(torch.autograd.Function, "apply", classmethod(apply)):
+        yield
+
+
+@contextmanager
+def _vmap(recorder: Recorder) -> Iterator[None]:
+    """A vmap is one node: inside it the tensors are not those of the run."""
+    from torch._functorch import apis
+
+    original: Any = vars(apis)["vmap_impl"]
+
+    def vmap(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not recorder.is_open:
+            return original(func, *args, **kwargs)
+        return recorder.call_opaque(original, "vmap", (func, *args), kwargs)
+
+    with _replaced(apis, "vmap_impl", vmap):
+        yield
+
+
+@contextmanager
+def _checkpoint(recorder: Recorder) -> Iterator[None]:
+    """Checkpointing in opened code runs as usual, but a replay does not know of it."""
+    from torch.utils import checkpoint
+
+    original = checkpoint._checkpoint_without_reentrant_generator
+
+    def generator(*args: Any, **kwargs: Any) -> Any:
+        if recorder.is_open:
+            recorder.note_checkpoint()
+        return original(*args, **kwargs)
+
+    with _replaced(checkpoint, "_checkpoint_without_reentrant_generator", generator):
+        yield
+
+
+@contextmanager
+def _python_random(recorder: Recorder) -> Iterator[None]:
+    """Random numbers of Python and numpy in opened code would be the same ones in every run."""
+    recorder.random_state = _random_state
+    yield
+
+
+def _random_state() -> Any:
+    legacy: Any = np.random.get_state()
+    kind, keys, *rest = legacy
+    return random.getstate(), kind, keys.tobytes(), tuple(rest)

@@ -1,0 +1,263 @@
+"""A recorded model as something that can be cut: positions, costs, names and stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from stageline.capturing.cutting import Cutter
+from stageline.capturing.dependence import attribute_of, is_flag
+from stageline.capturing.graph import Call, Crossing, Cuttable, Load, Mark, Tie
+from stageline.capturing.guards import is_guard
+from stageline.capturing.inputs import Arguments
+from stageline.capturing.names import ModelNames
+from stageline.capturing.recording import Recording, record
+from stageline.capturing.staged import StagedModel, Variant
+from stageline.capturing.survey import Survey, survey
+from stageline.capturing.torch_private import storage_of
+from stageline.capturing.verifying import verify
+from stageline.errors import CaptureError
+
+
+def capture(
+    model: nn.Module, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Graph:
+    """Run a model once on an example and return what it does, ready to be cut.
+
+    The model is left as it was found. Recorded is what lies between the calls of its layers; the
+    layers themselves stay the user's own modules.
+
+    Example:
+        >>> import torch
+        >>> graph = capture(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), (torch.randn(2, 4),))
+        >>> [call.path for call in graph.calls]
+        ['', '0', '1']
+
+    Args:
+        model: Any module.
+        args: The arguments of one call, as a batch of a few rows.
+        kwargs: Its keyword arguments.
+    """
+    names = ModelNames(model)
+    arguments = Arguments.of(args, kwargs or {})
+    graph = Graph(names, arguments, survey(model, *arguments.copied().unpacked()))
+    whole = graph.cut(())
+    other = arguments.with_one_row_more()
+    if other is not None:
+        verify(model, whole.run, other)
+    return graph
+
+
+@dataclass(frozen=True)
+class _Anchor:
+    """Where a cut lies, in words that hold for every recording of the model."""
+
+    what: str  # "call", "cut" or "block"
+    name: str
+    occurrence: int
+    at_end: bool
+
+    def __str__(self) -> str:
+        side = "end" if self.at_end else "begin"
+        return f"the {side} of {self.what} {self.occurrence + 1} of {self.name}"
+
+
+class Graph(Cuttable):
+    """A recorded model: what it does, where it may be cut, and what that would cost.
+
+    Made by :func:`stageline.capture`; ``stageline.partition`` cuts it into a plan.
+    """
+
+    def __init__(
+        self,
+        names: ModelNames,
+        arguments: Arguments,
+        seen: Survey,
+        *,
+        paths: Sequence[str] = (),
+        num_stages: int = 1,
+    ) -> None:
+        self._names = names
+        self._arguments = arguments
+        self._survey = seen
+        choice = seen.choose(num_stages)
+        self._opened = choice.opened | _ways(names, paths)
+        self._members = choice.members
+        self.recording: Recording = record(names, arguments, self._opened or frozenset({""}))
+        self._cutter = Cutter(self.recording)
+        self.num_nodes = self.recording.num_nodes
+        self.calls: Sequence[Call] = tuple(self.recording.calls)
+        self.marks: Sequence[Mark] = tuple(self.recording.marks)
+        self.findings = tuple(self.recording.findings)
+        self.module_names = tuple(names.modules)
+        self.fingerprint = self.recording.fingerprint
+
+    @property
+    def model(self) -> nn.Module:
+        return self._names.model
+
+    def __str__(self) -> str:
+        blocks = len(self.cuts) + 1
+        return f"Graph of {type(self.model).__name__}: {self.num_nodes} nodes, {blocks} blocks"
+
+    __repr__ = __str__
+
+    @cached_property
+    def cuts(self) -> Sequence[int]:  # type: ignore[override]  # computed when first asked for
+        """Where cuts may lie: at the marks, else between the calls of repeated layers."""
+        if self.marks:
+            places = {place for mark in self.marks for place in (mark.begin, mark.end)}
+        else:
+            members = [call for call in self.calls if call.path in self._members]
+            places = {call.end for call in members} | {call.begin for call in members[:1]}
+        return tuple(place for place in sorted(places) if self._has_work(place))
+
+    def _has_work(self, place: int) -> bool:
+        """Whether something is computed on both sides of a position."""
+        nodes = self.recording.nodes
+        return any(map(_is_work, nodes[:place])) and any(map(_is_work, nodes[place:]))
+
+    # -- what it costs
+
+    def load(self, begin: int, end: int) -> Load:
+        nodes = self.recording.nodes[begin:end]
+        readings = [node.meta["reading"] for node in nodes if node.meta.get("reading")]
+        tensors = {storage_of(tensor): tensor for tensor in self._tensors(begin, end).values()}
+        return Load(
+            time=sum(reading.time for reading in readings),
+            parameters=sum(tensor.numel() for tensor in tensors.values()),
+            parameter_bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
+            activation_bytes=sum(reading.made for reading in readings),
+        )
+
+    def _tensors(self, begin: int, end: int) -> dict[str, Tensor]:
+        """Return the parameters that some nodes use, by name."""
+        found: dict[str, Tensor] = {}
+        for node in self.recording.nodes[begin:end]:
+            if node.op not in ("call_module", "get_attr"):
+                continue
+            target = str(node.target)
+            if is_flag(target):
+                continue
+            value = attribute_of(self.recording, target)
+            if isinstance(value, nn.Module):
+                names = ((f"{target}.{name}", p) for name, p in value.named_parameters())
+                found.update(names)
+            elif isinstance(value, nn.Parameter):
+                found[target] = value
+        return found
+
+    def crossing(self, position: int) -> Sequence[Crossing]:
+        return tuple(_crossing(node) for node in self._cutter.crossing(position))
+
+    def ties(self, cuts: Sequence[int]) -> Sequence[Tie]:
+        ends = [0, *cuts, self.num_nodes]
+        users: dict[int, set[int]] = {}
+        names: dict[int, dict[str, None]] = {}
+        for stage, (begin, end) in enumerate(pairwise(ends)):
+            for name, tensor in self._tensors(begin, end).items():
+                users.setdefault(storage_of(tensor), set()).add(stage)
+                names.setdefault(storage_of(tensor), {})[name] = None
+        return tuple(
+            Tie(tuple(names[storage]), tuple(sorted(stages)))
+            for storage, stages in users.items()
+            if len(stages) > 1
+        )
+
+    # -- what people see
+
+    def label(self, begin: int, end: int) -> tuple[str, ...]:
+        labels = [
+            f"{call.path or 'model'} {call.kind}"
+            for call in self.calls
+            if not call.opened and begin <= call.begin and call.end <= end
+        ]
+        return tuple(labels) if labels else (f"{end - begin} operations",)
+
+    # -- cutting
+
+    def opened_at(self, paths: Sequence[str], *, num_stages: int = 1) -> Graph:
+        wanted = self._survey.choose(num_stages)
+        opened = wanted.opened | _ways(self._names, paths)
+        if opened <= self.recording.opened and wanted.members == self._members:
+            return self
+        return Graph(self._names, self._arguments, self._survey, paths=paths, num_stages=num_stages)
+
+    def cut(self, cuts: Sequence[int]) -> StagedModel:
+        anchors = [self._anchor(place) for place in cuts]
+        opened = self.recording.opened
+
+        def record_again(arguments: Arguments) -> Variant:
+            recording = record(self._names, arguments, opened, grad=torch.is_grad_enabled())
+            return Variant(recording, Cutter(recording), _places(recording, anchors))
+
+        first = Variant(self.recording, self._cutter, cuts)
+        first.saw(self._arguments)
+        modes = {path: self._names.module(path) for path in sorted(opened)}
+        staged = StagedModel(first, record_again, modes)
+        verify(self.model, staged.run, self._arguments)
+        return staged
+
+    def _anchor(self, place: int) -> _Anchor:
+        for anchor, position in _anchors(self.recording):
+            if position == place:
+                return anchor
+        raise CaptureError(f"position {place} lies at no call of a module and at no mark")
+
+
+def _ways(names: ModelNames, paths: Sequence[str]) -> frozenset[str]:
+    """Return the modules that must be opened to reach some others."""
+    ways = {""} if paths else set()
+    for path in paths:
+        parts = path.split(".")
+        ways |= {".".join(parts[:count]) for count in range(1, len(parts))}
+    return frozenset(way for way in ways if way in names.modules)
+
+
+def _anchors(recording: Recording) -> Sequence[tuple[_Anchor, int]]:
+    """Return every place that has a name: ends and beginnings of calls, and marks."""
+    found: list[tuple[_Anchor, int]] = []
+    counts: dict[tuple[str, str], int] = {}
+    for mark in recording.marks:
+        count = counts.get((mark.kind, mark.name), 0)
+        counts[mark.kind, mark.name] = count + 1
+        found.append((_Anchor(mark.kind, mark.name, count, False), mark.begin))
+        found.append((_Anchor(mark.kind, mark.name, count, True), mark.end))
+    for call in recording.calls:
+        found.append((_Anchor("call", call.path, call.occurrence, True), call.end))
+        found.append((_Anchor("call", call.path, call.occurrence, False), call.begin))
+    return found
+
+
+def _places(recording: Recording, anchors: Sequence[_Anchor]) -> list[int]:
+    known = dict(_anchors(recording))
+    missing = [str(anchor) for anchor in anchors if anchor not in known]
+    if missing:
+        raise CaptureError(
+            f"the model does something else for this batch: it does not come to {missing[0]}, "
+            "where it is cut. Cut elsewhere, or keep this decision inside one stage"
+        )
+    places = [known[anchor] for anchor in anchors]
+    if sorted(set(places)) != places:
+        raise CaptureError(
+            "the model does something else for this batch: it comes to its cuts in another order"
+        )
+    return places
+
+
+def _is_work(node: Node) -> bool:
+    if node.op == "get_attr" or is_guard(node.target):
+        return False
+    return not node.meta.get("pure")
+
+
+def _crossing(node: Node) -> Crossing:
+    text = node.meta.get("text", node.meta.get("opaque", "number"))
+    return Crossing(node.name, text, node.meta.get("bytes", 8))

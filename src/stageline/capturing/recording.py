@@ -1,0 +1,277 @@
+"""One run of a model, recorded: the graph, where modules were called, and what it relies on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from stageline.capturing.graph import Call, Mark
+from stageline.capturing.inputs import Arguments, ambient_key, leaf_names
+from stageline.capturing.interception import intercepted
+from stageline.capturing.marks import CutPoint, is_own_hook, listening
+from stageline.capturing.meter import Meter
+from stageline.capturing.names import ModelNames
+from stageline.capturing.patches import patched
+from stageline.capturing.recorder import Recorder
+from stageline.capturing.snapshot import preserved
+from stageline.capturing.torch_private import TreeSpec
+from stageline.capturing.values import flatten
+from stageline.errors import CaptureError
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """What one run of a model did.
+
+    Attributes:
+        inputs: The node of each tensor among the arguments, by its place among the leaves.
+        nodes: Everything that happened, in order.
+        output: The leaves of the result: nodes and constants.
+        output_spec: How they make the result again.
+        calls: The calls of modules.
+        marks: The marks reached.
+        constants: Values that existed before, by the name of their node.
+        names: The names of the model.
+        opened: The modules that were recorded inside.
+        key: What arguments must be for it, whatever their sizes.
+        checkpoints: Where opened code asked for activation checkpointing.
+        asks_for_grad: Whether the code asked if some value requires a gradient.
+        findings: What is wrong with the marks.
+        device: The real device of the run where parameters are on meta.
+        measured: Whether the nodes know what they cost.
+    """
+
+    inputs: dict[int, Node]
+    nodes: list[Node]
+    output: list[Any]
+    output_spec: TreeSpec
+    calls: list[Call]
+    marks: list[Mark]
+    constants: dict[str, Any]
+    names: ModelNames
+    opened: frozenset[str]
+    key: tuple[Any, ...]
+    checkpoints: list[str]
+    asks_for_grad: bool
+    findings: list[str]
+    input_names: list[str]
+    fingerprint: str = field(default="")
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.nodes)
+
+
+def record(
+    names: ModelNames, arguments: Arguments, opened: frozenset[str], *, grad: bool = True
+) -> Recording:
+    """Run a model and record what its opened modules do.
+
+    Marks inside modules that were not to be opened open them, by another run.
+    """
+    while True:
+        recorder, recording = _record_once(names, arguments, opened, grad)
+        if not recorder.hidden_marks:
+            return recording
+        opened = opened | _way_to(names, recorder.hidden_marks)
+
+
+def _way_to(names: ModelNames, paths: list[str]) -> frozenset[str]:
+    ways: set[str] = set()
+    for path in paths:
+        parts = path.split(".") if path else []
+        ways |= {".".join(parts[:count]) for count in range(len(parts) + 1)}
+    return frozenset(way for way in ways if way in names.modules or way in names.extra)
+
+
+def _record_once(
+    names: ModelNames, arguments: Arguments, opened: frozenset[str], grad: bool
+) -> tuple[Recorder, Recording]:
+    model = names.model
+    _check_openable(names, opened)
+    for flags, metered in ((True, True), (False, True), (True, False), (False, False)):
+        recorder = Recorder(names, opened, symbolic_flags=flags)
+        try:
+            output, inputs = _run(recorder, model, arguments, grad=grad, metered=metered)
+        except TypeError as error:
+            if not flags or "not Flag" not in str(error):
+                raise
+        except NotImplementedError as error:
+            if not metered or "HigherOrderOperator" not in str(error):
+                raise
+        else:
+            return recorder, _finished(recorder, arguments, inputs, output)
+    raise AssertionError("the last form of a recording either works or raises")
+
+
+def _run(
+    recorder: Recorder, model: nn.Module, arguments: Arguments, *, grad: bool, metered: bool
+) -> tuple[Any, dict[int, Node]]:
+    copied = arguments.copied()
+    with ExitStack() as stack:
+        stack.enter_context(preserved(model))
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        inputs = _place_inputs(recorder, copied)
+        args, kwargs = copied.unpacked()
+        kwargs = {**kwargs, **without_cache(model, kwargs)}
+        recorder.regions.begin()
+        stack.enter_context(patched(recorder))
+        stack.enter_context(listening(_Ear(recorder)))
+        stack.enter_context(intercepted(model, recorder.call_module))
+        if metered:
+            recorder.meter = stack.enter_context(Meter())
+        stack.enter_context(recorder)
+        recorder.check_random(is_new=True)
+        output = model(*args, **kwargs)
+        recorder.check_random()
+        output = _returned(recorder, output)
+    return output, inputs
+
+
+def without_cache(model: nn.Module, kwargs: Any) -> dict[str, Any]:
+    """Return the argument that keeps a model from making a cache that nobody asked for.
+
+    Language models of the transformers library return one by default. A cache is filled behind
+    the graph's back, and training has no use for it.
+    """
+    config = getattr(model, "config", None)
+    if "use_cache" in kwargs or not hasattr(config, "use_cache"):
+        return {}
+    parameters = inspect.signature(model.forward).parameters
+    return {"use_cache": False} if "use_cache" in parameters else {}
+
+
+def _place_inputs(recorder: Recorder, arguments: Arguments) -> dict[int, Node]:
+    args, kwargs = arguments.unpacked()
+    names = leaf_names(recorder.names.model, args, kwargs)
+    inputs = {}
+    for index, (leaf, name) in enumerate(zip(arguments.leaves, names, strict=True)):
+        if isinstance(leaf, Tensor):
+            node = recorder.graph.placeholder(name)
+            recorder.bindings.bind_input(leaf, node)
+            inputs[index] = node
+    model = recorder.names.model
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(tensor.is_meta for tensor in tensors):
+        real = [leaf.device for leaf in arguments.leaves if isinstance(leaf, Tensor)]
+        recorder.bindings.device = real[0] if real else torch.device("cpu")
+    return inputs
+
+
+def _returned(recorder: Recorder, output: Any) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of a result as the graph states them."""
+    with torch._C.DisableTorchFunction():
+        leaves, spec = flatten(output)
+        return [recorder.to_nodes(leaf) for leaf in leaves], spec
+
+
+def _finished(
+    recorder: Recorder, arguments: Arguments, inputs: dict[int, Node], output: Any
+) -> Recording:
+    leaves, spec = output
+    recorder.marks.finish(recorder.position())
+    args, kwargs = arguments.unpacked()
+    return Recording(
+        inputs=inputs,
+        nodes=recorder.bindings.nodes,
+        output=leaves,
+        output_spec=spec,
+        calls=recorder.calls,
+        marks=recorder.marks.marks,
+        constants=recorder.bindings.constants,
+        names=recorder.names,
+        opened=recorder.opened,
+        key=(*arguments.key(), *ambient_key()),
+        checkpoints=recorder.checkpoints,
+        asks_for_grad=recorder.asks_for_grad,
+        findings=recorder.marks.findings,
+        input_names=leaf_names(recorder.names.model, args, kwargs),
+        fingerprint=_fingerprint(recorder, leaves),
+    )
+
+
+def _fingerprint(recorder: Recorder, output: list[Any]) -> str:
+    """Return a digest of everything that a replay does."""
+    numbers = {node: index for index, node in enumerate(recorder.graph.nodes)}
+
+    def told(value: Any) -> str:
+        if isinstance(value, Node):
+            return f"%{numbers[value]}"
+        if isinstance(value, (list, tuple)):
+            return f"({', '.join(told(part) for part in value)})"
+        if isinstance(value, dict):
+            return str({key: told(part) for key, part in value.items()})
+        if isinstance(value, slice):
+            return f"{told(value.start)}:{told(value.stop)}:{told(value.step)}"
+        return repr(value)
+
+    digest = sha256()
+    for node in recorder.graph.nodes:
+        target = getattr(node.target, "__qualname__", node.target)
+        region = node.meta.get("regions")
+        line = f"{node.op} {target} {told(node.args)} {told(node.kwargs)} {region}\n"
+        digest.update(line.encode())
+    digest.update(told(output).encode())
+    return digest.hexdigest()[:16]
+
+
+class _Ear:
+    """Hears of marks, and notes those inside modules that are not open."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def _is_hidden(self, own: str | None = None) -> bool:
+        inside = self._recorder.inside
+        if not inside or inside == [own]:
+            return False
+        self._recorder.hidden_marks.append(inside[0])
+        return True
+
+    def reached(self, point: CutPoint, where: str) -> None:
+        if not self._is_hidden():
+            self._recorder.marks.reached(point, where)
+
+    def entered(self, name: str, where: str) -> None:
+        if not self._is_hidden():
+            self._recorder.marks.entered(name, where)
+
+    def left(self, name: str) -> None:
+        if not self._recorder.inside:
+            self._recorder.marks.left(name)
+
+    def begun(self, name: str, module: nn.Module, where: str) -> None:
+        if not self._is_hidden(self._recorder.names.path_of(module)):
+            self._recorder.marks.begun(name, module, where)
+
+
+def _check_openable(names: ModelNames, opened: frozenset[str]) -> None:
+    findings = [fault for path in sorted(opened) for fault in _faults(names, path)]
+    if findings:
+        raise CaptureError("; ".join(findings))
+
+
+def _faults(names: ModelNames, path: str) -> Iterator[str]:
+    module = names.module(path)
+    name = f"{path or 'the model'} ({type(module).__name__})"
+    for hooks in _HOOKS:
+        if any(not is_own_hook(hook) for hook in getattr(module, hooks).values()):
+            yield (
+                f"{name} has hooks, which no stage would call: remove them, or put them on a "
+                "module inside that is not cut"
+            )
+            break
+    if type(module).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel"):
+        yield f"{name} is wrapped whole: pass the plain model, and wrap each stage: wrap_stage=..."

@@ -1,0 +1,164 @@
+"""The module of a stage: the user's own modules, and the code that calls them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule
+
+from stageline.capturing.cutting import StageCode
+from stageline.capturing.dependence import attribute_of, is_flag, module_of_flag
+from stageline.capturing.recording import Recording
+
+
+class Mode:
+    """The training flag of an opened module, which is in no stage itself; never copied."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    @property
+    def training(self) -> bool:
+        return bool(self._module.training)
+
+    def set(self, mode: bool) -> None:
+        self._module.training = mode
+
+    def __deepcopy__(self, memo: Any) -> Mode:
+        return self
+
+
+TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+
+
+class Parts(nn.Module):
+    """The modules, parameters, buffers and constants of a stage, under their original names."""
+
+    # How a rank that shares parameters with others sees a module: over copies of its own.
+    adapt: Callable[[nn.Module], nn.Module] | None = None
+
+    def place(self, recording: Recording, names: Iterable[str]) -> None:
+        """Take in what some code names."""
+        # Modules before the parameters inside them, shorter names before those they contain.
+        found = {
+            name: attribute_of(recording, name)
+            for name in sorted(names, key=lambda name: (name.count("."), name))
+        }
+        for is_module in (True, False):
+            for name, value in found.items():
+                if isinstance(value, nn.Module) is is_module:
+                    self._take(recording, name, value)
+
+    def _take(self, recording: Recording, name: str, value: Any) -> None:
+        if self.adapt is None or not isinstance(value, (nn.Module, nn.Parameter)):
+            _place(recording, self, name, value)
+            return
+        holder = nn.Module()
+        holder.value = value
+        _place(recording, self, name, self.adapt(holder).value)
+
+
+def _place(recording: Recording, root: nn.Module, name: str, value: Any) -> None:
+    *path, last = name.split(".")
+    holder: Any = root
+    for part in path:
+        inner = getattr(holder, part, None)
+        if inner is None:
+            inner = nn.Module()
+            holder.add_module(part, inner)
+        holder = inner
+    if getattr(holder, last, None) is not None:  # it is there, perhaps as this rank's own copy
+        return
+    if isinstance(value, nn.Module):
+        holder.add_module(last, value)
+    elif isinstance(value, nn.Parameter):
+        holder.register_parameter(last, value)
+    elif isinstance(value, Tensor):
+        holder.register_buffer(last, value, persistent=_is_persistent(recording, name))
+    else:
+        setattr(holder, last, value)
+
+
+def _is_persistent(recording: Recording, name: str) -> bool:
+    if name in recording.constants:
+        return False
+    owner, _, leaf = name.rpartition(".")
+    return leaf not in recording.names.module(owner)._non_persistent_buffers_set
+
+
+class StageModule(GraphModule):
+    """The code of one stage; prints as its modules and what is done with them.
+
+    It shares its tables of modules and parameters with the ``Parts`` of the stage, so that moving
+    one to a device moves the other.
+    """
+
+    modes: tuple[Mode, ...]
+
+    def train(self, mode: bool = True) -> StageModule:
+        super().train(mode)
+        for opened in self.modes:
+            opened.set(mode)
+        return self
+
+    def on(self, parts: Parts) -> StageModule:
+        """Return the same code on other parts."""
+        constants = {name: value for name, value in vars(self).items() if _is_constant(name)}
+        return _module(parts, self.graph, self.modes, constants, type(self).__name__)
+
+    def __deepcopy__(self, memo: Any) -> StageModule:
+        parts = Parts()
+        parts.__dict__.update({name: copy.deepcopy(vars(self)[name], memo) for name in TABLES})
+        return self.on(parts)
+
+
+def _is_constant(name: str) -> bool:
+    return name.startswith(("constant_", "mode_"))
+
+
+def build(recording: Recording, parts: Parts, code: StageCode, index: int) -> StageModule:
+    """Return the module that runs the code of a stage, on the parts of that stage."""
+    parts.place(recording, code.attributes)
+    modes = {path: Mode(recording.names.module(path)) for path in code.opened}
+    names = {path: f"mode_{path.replace('.', '_')}" for path in code.opened}
+    constants: dict[str, Any] = {names[path]: mode for path, mode in modes.items()}
+    constants |= {
+        name: recording.constants[name]
+        for name in code.attributes
+        if name in recording.constants and not isinstance(recording.constants[name], Tensor)
+    }
+    graph = _with_modes(code.graph, names)
+    return _module(parts, graph, tuple(modes.values()), constants, f"Stage{index}")
+
+
+def _module(
+    parts: nn.Module,
+    graph: FxGraph,
+    modes: tuple[Mode, ...],
+    constants: dict[str, Any],
+    name: str,
+) -> StageModule:
+    module = StageModule(nn.Module(), FxGraph(), name)
+    module.__dict__.update({table: vars(parts)[table] for table in TABLES})
+    module.__dict__.update(constants)
+    module.modes = modes
+    module.graph = graph
+    return module
+
+
+def _with_modes(graph: FxGraph, names: dict[str, str]) -> FxGraph:
+    """Let the reads of training flags go to the modules they belong to."""
+    for node in list(graph.nodes):
+        target = str(node.target)
+        if node.op == "get_attr" and is_flag(target):
+            path = module_of_flag(target)
+            with graph.inserting_before(node):
+                mode = graph.create_node("get_attr", names[path])
+                flag = graph.call_function(getattr, (mode, "training"))
+            node.replace_all_uses_with(flag)
+            graph.erase_node(node)
+    return graph

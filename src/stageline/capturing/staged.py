@@ -1,0 +1,315 @@
+"""A recorded model in stages, at run time: recordings are variants, chosen by their guards.
+
+    stage 0                        stage 1                    stage 2 (last)
+    arguments ──▶ values ────────▶ values ──────────────────▶ the model's result
+                                   ▲ arguments it uses        ▲ arguments it uses
+
+A stage gets what the stage before returned, and the arguments of the model; it returns what later
+stages need. With one value and the first recording that is a bare tensor, by far the most common
+case; otherwise a tuple that begins with the name of the recording.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph as FxGraph
+
+from stageline.capturing.cutting import Cutter, StageCode, named_in
+from stageline.capturing.guards import GuardFailed
+from stageline.capturing.inputs import Arguments, ambient_key
+from stageline.capturing.recording import Recording
+from stageline.capturing.regions import end_region
+from stageline.capturing.stage import TABLES, Parts, StageModule, build
+from stageline.capturing.values import unflatten
+from stageline.errors import CaptureError
+
+MOST_VARIANTS = 64
+
+
+class Variant:
+    """One recording, cut into stages.
+
+    Attributes:
+        name: What stages call it when they hand on its values.
+        codes: The code of each stage.
+    """
+
+    def __init__(self, recording: Recording, cutter: Cutter, cuts: Sequence[int]) -> None:
+        self.recording = recording
+        self.name = recording.fingerprint
+        self.codes = cutter.cut(cuts)
+        depends = cutter.dependence
+        self._guards = _guard_code(recording, cutter)
+        # A guard on a number that only a stage knows might fail for other sizes than those seen.
+        self._any_size = not depends.has_guards_on_sizes()
+        self._seen: set[Any] = set()
+        self._grad = torch.is_grad_enabled() if recording.asks_for_grad else None
+
+    def fits(self, key: tuple[Any, ...], arguments: Arguments) -> bool:
+        """Whether a call with these arguments would do what was recorded."""
+        if key != self.recording.key:
+            return False
+        if self._grad is not None and torch.is_grad_enabled() != self._grad:
+            return False
+        if not self._any_size and arguments.sizes() not in self._seen:
+            return False
+        if self._guards is None:
+            return True
+        module, inputs = self._guards
+        try:
+            with torch.no_grad():
+                module(*(arguments.leaves[index] for index in inputs))
+        except GuardFailed:
+            return False
+        return True
+
+    def saw(self, arguments: Arguments) -> None:
+        if not self._any_size:
+            self._seen.add(arguments.sizes())
+
+
+def _guard_code(recording: Recording, cutter: Cutter) -> tuple[StageModule, tuple[int, ...]] | None:
+    """Return the code that checks all guards on inputs, and the inputs that it takes."""
+    depends = cutter.dependence
+    guards = depends.guards_on_inputs()
+    if not guards:
+        return None
+    nodes = depends.closure(guards, recording.num_nodes)
+    places = {node: index for index, node in recording.inputs.items()}
+    used = dict.fromkeys(
+        source for node in nodes for source in node.all_input_nodes if source in places
+    )
+    graph = FxGraph()
+    twins = {node: graph.placeholder(node.name) for node in used}
+    for node in nodes:
+        twins[node] = graph.node_copy(node, twins.__getitem__)
+    graph.output(None)
+    attributes, opened = named_in(nodes)
+    code = StageCode(
+        graph=graph,
+        uses=(),
+        inputs=tuple(places[node] for node in used),
+        makes=(),
+        carries=(),
+        attributes=attributes,
+        opened=opened,
+        has_regions=False,
+    )
+    return build(recording, Parts(), code, 0), code.inputs
+
+
+class VariantStage(Parts):
+    """One stage of a recorded model, in all its variants; what a pipeline runs.
+
+    Called with what the stage before returned and with the model's arguments, it returns what goes
+    to the next stage, or the model's result.
+    """
+
+    def __init__(self, index: int, num_stages: int) -> None:
+        super().__init__()
+        self.index = index
+        self.num_stages = num_stages
+        self._first: str | None = None
+        wirings: dict[str, _Wiring] = {}
+        # Behind a function: whoever walks the objects of a stage need not walk its graphs.
+        self._wirings: Callable[[], dict[str, _Wiring]] = lambda: wirings
+
+    def add(self, variant: Variant) -> None:
+        """Take in another recording of this stage."""
+        code = variant.codes[self.index]
+        self._first = self._first or variant.name
+        module = build(variant.recording, self, code, self.index)
+        is_plain = self._first == variant.name
+        is_last = self.index == self.num_stages - 1
+        self._wirings()[variant.name] = _Wiring(variant, self.index, module, is_plain, is_last)
+
+    def module_of(self, variant: str | None = None) -> StageModule:
+        """Return the code of one recording, the first if none is named."""
+        assert self._first is not None
+        return self._wirings()[variant or self._first].module
+
+    @property
+    def takes_inputs(self) -> bool:
+        """Whether some recording of this stage uses arguments of the model."""
+        return self.index == 0 or any(w.code.inputs for w in self._wirings().values())
+
+    def inputs(self) -> list[tuple[int, str]]:
+        """Return places and names of the arguments that this stage uses, as recorded first."""
+        assert self._first is not None
+        wiring = self._wirings()[self._first]
+        return list(zip(wiring.code.inputs, wiring.input_names, strict=True))
+
+    def train(self, mode: bool = True) -> VariantStage:
+        super().train(mode)
+        for wiring in self._wirings().values():
+            wiring.module.train(mode)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VariantStage:
+        twin = VariantStage(self.index, self.num_stages)
+        memo[id(self)] = twin
+        twin.__dict__.update({name: copy.deepcopy(vars(self)[name], memo) for name in TABLES})
+        twin.training = self.training
+        twin._first = self._first
+        for name, wiring in self._wirings().items():
+            twin._wirings()[name] = wiring.on(twin)
+        return twin
+
+    def forward(self, value: Any, leaves: Sequence[Any], variant: str | None = None) -> Any:
+        values: Sequence[Any] = ()
+        if self.index:
+            if isinstance(value, tuple):
+                variant, *values = value
+            else:
+                variant, values = self._first, (value,)
+        assert variant is not None
+        wiring = self._wirings().get(variant)
+        if wiring is None:
+            raise CaptureError(
+                f"stage {self.index} was sent values of a recording that it does not have: this "
+                "rank was not given the batch, so it could not record it; pass it on every rank"
+            )
+        return wiring.run(values, leaves)
+
+
+class _Wiring:
+    """How the values of one recording go in and out of one stage."""
+
+    def __init__(
+        self, variant: Variant, index: int, module: StageModule, is_plain: bool, is_last: bool
+    ) -> None:
+        self.code = variant.codes[index]
+        self.module = module
+        self._setup = (variant, index, is_plain, is_last)
+        self._name = variant.name
+        self._is_plain = is_plain
+        self._is_last = is_last
+        self._spec = variant.recording.output_spec
+        before = variant.codes[index - 1].carries if index else ()
+        places = {node: index for index, node in enumerate(before)}
+        inputs = {node: index for index, node in variant.recording.inputs.items()}
+        names = variant.recording.input_names
+        self.input_names = [names[i] for i in self.code.inputs]
+        # Of stage 0 the arguments are what others get from the stage before.
+        self._uses = [
+            (True, places[value]) if value in places else (False, inputs[value])
+            for value in self.code.uses
+        ]
+        made = {value: index for index, value in enumerate(self.code.makes)}
+        self._carries: list[tuple[int, int]] = []
+        for value in self.code.carries:
+            if value in made:
+                self._carries.append((0, made[value]))
+            elif value in places:
+                self._carries.append((1, places[value]))
+            else:
+                self._carries.append((2, inputs[value]))
+
+    def on(self, parts: Parts) -> _Wiring:
+        """Return the same for a copy of the stage."""
+        variant, index, is_plain, is_last = self._setup
+        return _Wiring(variant, index, self.module.on(parts), is_plain, is_last)
+
+    def run(self, values: Sequence[Any], leaves: Sequence[Any]) -> Any:
+        used = [values[i] if sent else leaves[i] for sent, i in self._uses]
+        used += [leaves[i] for i in self.code.inputs]
+        if self.code.has_regions:
+            try:
+                result = self.module(*used)
+            finally:
+                end_region()
+        else:
+            result = self.module(*used)
+        if self._is_last:
+            return unflatten(list(result), self._spec)
+        results = (result,) if len(self.code.makes) == 1 else result
+        sources = (results, values, leaves)
+        carried = [sources[source][i] for source, i in self._carries]
+        if self._is_plain and len(carried) == 1 and isinstance(carried[0], Tensor):
+            return carried[0]
+        return (self._name, *carried)
+
+
+class StagedModel:
+    """A recorded model in stages; records again when a call would do something else.
+
+    Attributes:
+        variants: The recordings so far.
+        held: The stages that live here, each in all its recordings.
+    """
+
+    def __init__(
+        self,
+        first: Variant,
+        record: Callable[[Arguments], Variant],
+        modes: Mapping[str, nn.Module],
+    ) -> None:
+        self.variants: list[Variant] = []
+        count = len(first.codes)
+        self.held = {index: VariantStage(index, count) for index in range(count)}
+        self.modes = modes
+        self._record = record
+        self._lock = threading.Lock()
+        self._add(first)
+
+    def _add(self, variant: Variant) -> None:
+        for stage in self.held.values():
+            stage.add(variant)
+        self.variants.append(variant)
+
+    def holding(self, stages: Mapping[int, VariantStage]) -> StagedModel:
+        """Return the same model with other modules for its stages: those of one process."""
+        twin = copy.copy(self)
+        twin.held = dict(stages)
+        twin.variants = list(self.variants)
+        twin._lock = threading.Lock()
+        return twin
+
+    @property
+    def stages(self) -> list[nn.Module]:
+        """The stages as they were recorded first."""
+        return [stage.module_of() for _, stage in sorted(self.held.items())]
+
+    def choose(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, list[Any]]:
+        """Return which recording a call follows, and the leaves of its arguments."""
+        arguments = Arguments.of(args, kwargs)
+        key = (*arguments.key(), *ambient_key())
+        for variant in self.variants:
+            if variant.fits(key, arguments):
+                return variant.name, arguments.leaves
+        with self._lock:
+            return self._recorded(arguments), arguments.leaves
+
+    def _recorded(self, arguments: Arguments) -> str:
+        fresh = self._record(arguments)
+        for variant in self.variants:
+            if variant.name == fresh.name and variant.recording.key == fresh.recording.key:
+                variant.saw(arguments)
+                return variant.name
+        if len(self.variants) >= MOST_VARIANTS:
+            raise CaptureError(
+                f"the model has done {MOST_VARIANTS} different things by now: its code decides by "
+                "values that change with every batch. Move that code into a module that is not cut"
+            )
+        fresh.saw(arguments)
+        self._add(fresh)
+        return fresh.name
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run all stages one after the other: what the plain model gives."""
+        variant, leaves = self.choose(args, kwargs)
+        value: Any = None
+        for _, stage in sorted(self.held.items()):
+            value = stage(value, leaves, variant)
+        return value
+
+    def train(self, mode: bool) -> None:
+        """Set the training flag of every opened module; stages set those of the others."""
+        for module in self.modes.values():
+            module.training = mode

@@ -1,0 +1,80 @@
+"""A recording is believed only after it has given, replayed, what the plain model gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stageline.capturing.guards import GuardFailed, same_value
+from stageline.capturing.inputs import Arguments
+from stageline.capturing.recording import without_cache
+from stageline.capturing.snapshot import preserved
+from stageline.capturing.torch_private import tree_flatten_with_path
+from stageline.errors import CaptureError
+
+Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
+
+def verify(model: nn.Module, replay: Call, arguments: Arguments) -> None:
+    """Raise unless a replay gives what the model gives, on these arguments.
+
+    Random numbers are drawn from the same state in both; the model is left as it was.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    if any(tensor.is_meta for tensor in tensors):
+        return  # nothing can be computed, so nothing can be compared
+    with torch.inference_mode(False), torch.enable_grad():
+        wanted = _plain(model, arguments)
+        if wanted is None:
+            return
+        with preserved(model):
+            try:
+                found = replay(*arguments.copied().unpacked())
+            except GuardFailed:
+                return  # the code decides otherwise for these: another recording, not a wrong one
+    differences = _differences(found, wanted)
+    if differences:
+        raise CaptureError(
+            f"{type(model).__name__} was recorded, but replaying it gives something else than the "
+            f"model itself: {differences}. Its code does something that cannot be seen (it keeps "
+            "values between calls, or asks for the exact type of a number): move that code into a "
+            "module that is not cut"
+        )
+
+
+def _plain(model: nn.Module, arguments: Arguments) -> Any:
+    """Return what the model gives; None if it cannot take these arguments."""
+    args, kwargs = arguments.copied().unpacked()
+    with preserved(model):
+        try:
+            return (model(*args, **{**kwargs, **without_cache(model, kwargs)}),)
+        except Exception:
+            return None
+
+
+def _differences(found: Any, wanted: Any) -> str:
+    got = tree_flatten_with_path((found,))[0]
+    want = tree_flatten_with_path(wanted)[0]
+    if len(got) != len(want):
+        return f"{len(got)} values instead of {len(want)}"
+    for (path, one), (_, other) in zip(got, want, strict=True):
+        where = "".join(str(key) for key in path[1:]) or "the result"
+        if isinstance(one, Tensor) != isinstance(other, Tensor):
+            return f"{where} is a {type(one).__name__} instead of a {type(other).__name__}"
+        if isinstance(one, Tensor) and not same_value(one.detach(), other.detach()):
+            return f"{where} differs"
+        if not isinstance(one, Tensor) and not _same(one, other):
+            return f"{where} is {one!r} instead of {other!r}"
+    return ""
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other or type(one) is not type(other):
+        return one is other
+    try:
+        return same_value(one, other)
+    except Exception:
+        return True  # two objects that cannot be compared

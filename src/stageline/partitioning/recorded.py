@@ -1,0 +1,138 @@
+"""Any model as the stages of a pipeline: recorded on an example, and cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from stageline.capturing.recorded import Graph, capture
+from stageline.capturing.staged import StagedModel, VariantStage
+from stageline.errors import ConfigError
+from stageline.partitioning import splits
+from stageline.partitioning.partition import partition
+from stageline.partitioning.plan import Plan
+from stageline.partitioning.sources import StageSource, cut_model, is_chain
+from stageline.partitioning.weighing import Balance
+
+
+@dataclass(frozen=True)
+class Example:
+    """One call of the model, and what to make even when it is cut."""
+
+    args: Any = None
+    kwargs: Any = None
+    balance: Balance = "time"
+    memory_limit: int | str | None = None
+
+    @property
+    def is_given(self) -> bool:
+        return self.args is not None or self.kwargs is not None
+
+    def faults(self) -> list[str]:
+        """Return what is wrong with it, whatever the model."""
+        faults = []
+        if self.args is not None and not isinstance(self.args, (tuple, list)):
+            got = type(self.args).__name__
+            faults.append(
+                f"example_args: wanted a tuple of the arguments of one call, got {got}: (x,)"
+            )
+        if self.kwargs is not None and not isinstance(self.kwargs, Mapping):
+            got = type(self.kwargs).__name__
+            faults.append(f"example_kwargs: wanted a dict of keyword arguments, got {got}")
+        return faults
+
+
+@dataclass(frozen=True)
+class CutModel:
+    """A model in stages, before they have ranks.
+
+    Attributes:
+        sources: The stages.
+        staged: What runs them, if the model was recorded.
+        aliases: Names of the model's tensors that no stage uses, each with one that a stage holds.
+        plan: What was planned, if the model was recorded.
+    """
+
+    sources: list[StageSource] = field(default_factory=list)
+    staged: StagedModel | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    plan: Plan | None = None
+
+
+def cut_any(model: object, split: object, example: Example) -> tuple[CutModel, list[str]]:
+    """Cut a model as the user said; return its stages and what is wrong.
+
+    An ``nn.Sequential`` is cut between its children; every other model is recorded.
+    """
+    faults = example.faults()
+    if faults:
+        return CutModel(), [*faults, *splits.find_faults(split)]
+    if not isinstance(model, nn.Module) or is_chain(model) or not example.is_given:
+        sources, faults = cut_model(model, split)
+        if not faults or not example.is_given or not isinstance(model, nn.Module):
+            return CutModel(sources), faults
+    faults = splits.find_faults(split)
+    if faults:
+        return CutModel(), faults
+    try:
+        graph = capture(model, tuple(example.args or ()), dict(example.kwargs or {}))
+        plan = partition(
+            graph,
+            split,  # type: ignore[arg-type]  # find_faults has looked at it
+            balance=example.balance,
+            memory_limit=example.memory_limit,
+        )
+    except ConfigError as error:
+        return CutModel(), list(error.findings)
+    return cut_planned(plan), []
+
+
+def cut_planned(plan: Plan) -> CutModel:
+    """Return the stages of a plan."""
+    staged, graph = plan.parts, plan.graph
+    if not isinstance(graph, Graph):  # a chain of blocks: its stages are plain modules
+        return CutModel([StageSource(stage.module, stage.blocks) for stage in plan.stages])
+    assert isinstance(staged, StagedModel)
+    aliases = _complete(graph.model, staged)
+    sources = [
+        StageSource(staged.held[stage.index], stage.blocks, fingerprint=graph.fingerprint)
+        for stage in plan.stages
+    ]
+    return CutModel(sources, staged, aliases, plan)
+
+
+def _complete(model: nn.Module, staged: StagedModel) -> dict[str, str]:
+    """Give every tensor of the model to some stage, and return the names that stay without one.
+
+    A parameter that nobody uses is trained by nobody, and still belongs into the state of the
+    model: it goes to the stage of the one before it.
+    """
+    held: dict[int, str] = {}
+    home: dict[str, VariantStage] = {}
+    for _, stage in sorted(staged.held.items()):
+        for name, tensor in _tensors(stage):
+            held.setdefault(id(tensor), name)
+            home.setdefault(name, stage)
+    aliases: dict[str, str] = {}
+    stage = staged.held[0]
+    recording = staged.variants[0].recording
+    for name, tensor in _tensors(model):
+        if name in home:
+            stage = home[name]
+        elif id(tensor) in held:
+            aliases[name] = held[id(tensor)]
+        else:
+            stage.place(recording, [name])
+            held[id(tensor)] = name
+            home[name] = stage
+    return aliases
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]

@@ -1,0 +1,100 @@
+"""Which recording of the model each microbatch follows; chosen before anything runs.
+
+A recording that is missing is made here, in the caller's thread: stages that run in threads of
+their own would all have to wait for it in the middle of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stageline.capturing.staged import StagedModel, VariantStage
+from stageline.errors import BatchError
+from stageline.running.microbatches import Microbatches
+from stageline.running.torch_private import tree_flatten, tree_unflatten
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What one microbatch follows.
+
+    Attributes:
+        variant: The name of the recording; None where only the stage before knows it.
+        leaves: The arguments of the model, flat.
+    """
+
+    variant: str | None
+    leaves: list[Any]
+
+
+class Recordings:
+    """The recordings of a pipeline's model.
+
+    Args:
+        staged: The recorded model.
+        is_first: Whether stage 0 lives here; it says which recording a microbatch follows.
+    """
+
+    def __init__(self, staged: StagedModel, *, is_first: bool) -> None:
+        self._staged = staged
+        self._is_first = is_first
+
+    @property
+    def takes_inputs(self) -> bool:
+        """Whether some stage here uses arguments of the model."""
+        return any(stage.takes_inputs for stage in self._staged.held.values())
+
+    def train(self, mode: bool) -> None:
+        """Follow the pipeline's train() and eval() in code that no stage contains."""
+        self._staged.train(mode)
+
+    def choose(self, batch: Microbatches, *, builds_graph: bool) -> list[Chosen]:
+        """Return what each microbatch follows; record what was not seen before."""
+        # As it will run: a model may decide by whether gradients are asked for.
+        with torch.set_grad_enabled(builds_graph):
+            return [self._chosen(batch, index, builds_graph) for index in range(batch.count)]
+
+    def _chosen(self, batch: Microbatches, index: int, builds_graph: bool) -> Chosen:
+        leaves, spec = tree_flatten(batch.inputs(index))
+        if not self._is_first and not self._is_whole(leaves):
+            self._check(leaves)
+            return Chosen(None, leaves)
+        flags = batch.inputs_with_gradient if builds_graph else []
+        if not flags:
+            args, kwargs = batch.inputs(index)
+            return Chosen(*self._staged.choose(args, kwargs))
+        wanting = [
+            leaf.detach().requires_grad_() if flag else leaf
+            for leaf, flag in zip(leaves, flags, strict=True)
+        ]
+        args, kwargs = tree_unflatten(wanting, spec)
+        return Chosen(self._staged.choose(args, kwargs)[0], leaves)
+
+    def _is_whole(self, leaves: list[Any]) -> bool:
+        """Whether a rank was given all that the model was recorded with."""
+        first = self._staged.variants[0].recording
+        return all(
+            place < len(leaves) and isinstance(leaves[place], Tensor) for place in first.inputs
+        )
+
+    def _check(self, leaves: list[Any]) -> None:
+        """Raise if a stage here uses an argument that this rank was not given."""
+        for index, stage in self._staged.held.items():
+            missing = _missing(stage, leaves)
+            if missing:
+                raise BatchError(
+                    f"stage {index} uses the model's arguments {', '.join(missing)}, but this rank "
+                    "was not given them: pass the whole batch on every rank"
+                )
+
+
+def _missing(stage: VariantStage, leaves: list[Any]) -> list[str]:
+    return [
+        name
+        for place, name in stage.inputs()
+        if place >= len(leaves) or not isinstance(leaves[place], Tensor)
+    ]
