@@ -12,7 +12,7 @@ from stageline.errors import ConfigError
 from stageline.partitioning.plan import Plan
 from stageline.partitioning.recorded import CutModel, Example, cut_any, cut_planned
 from stageline.partitioning.sharing import find_shared
-from stageline.partitioning.sources import StageLike, read_stages
+from stageline.partitioning.sources import StageLike, StageSource, read_stages
 from stageline.partitioning.splits import Split
 from stageline.partitioning.weighing import Balance
 from stageline.planning import forecast
@@ -21,6 +21,7 @@ from stageline.running.engine import Engine
 from stageline.running.events import Observer
 from stageline.running.foreign import ForeignParameters
 from stageline.running.loss import LossFunction, LossRule
+from stageline.running.materialising import InitStage
 from stageline.running.microbatches import BatchDims, LossReduction
 from stageline.running.names import all_names
 from stageline.running.result import StepResult
@@ -70,6 +71,8 @@ class Pipeline:
         devices: One per rank; accelerators if there are any, else the CPU.
         wrap_stage: ``(module, index) -> module``, called before any optimizer can exist: DDP,
             torch.compile.
+        init_stage: ``(module, index)``, for a model on meta: sets the weights of a stage of this
+            process, instead of the modules' own ``reset_parameters``.
         batch_dims: The batch dimension of all tensors, or by leaf: ``{"args[0]": 1, "output": 1}``.
         transport: ``"memory"``, ``"process-group"`` or a transport; chosen automatically if left
             out.
@@ -96,6 +99,7 @@ class Pipeline:
         ranks: int | None = None,
         devices: Sequence[str | torch.device] | None = None,
         wrap_stage: WrapStage | None = None,
+        init_stage: InitStage | None = None,
         batch_dims: BatchDims = 0,
         transport: str | ThreadTransport | None = None,
         keep_outputs: bool = False,
@@ -111,6 +115,7 @@ class Pipeline:
             ranks=ranks,
             devices=devices,
             wrap_stage=wrap_stage,
+            init_stage=init_stage,
             batch_dims=batch_dims,
             transport=transport,
             keep_outputs=keep_outputs,
@@ -177,9 +182,7 @@ class Pipeline:
     def _assemble(self, what: str, cut: CutModel, settings: Settings, faults: list[str]) -> None:
         """Check everything and report all faults at once; then build plan and engine."""
         world, sources = settings.world(), cut.sources
-        shared, shared_faults = find_shared(
-            [(i, s.prefix, s.module) for i, s in enumerate(sources) if s.module is not None]
-        )
+        shared, shared_faults = find_shared(_held(sources))
         faults = [*faults, *shared_faults, *settings.find_faults()]
         parts = None
         if sources:
@@ -187,6 +190,8 @@ class Pipeline:
             faults += more
         if faults or parts is None:
             raise ConfigError(what, faults)
+        if assembly.materialise(cut, parts, settings.init_stage, what):
+            shared, _ = find_shared(_held(cut.sources))  # the tensors are others now
 
         self._settings = settings
         self.training = True
@@ -302,6 +307,10 @@ class Pipeline:
             f"schedule {schedule.name}, {schedule.num_microbatches} microbatches{outlook}\n"
             f"{self.plan.table()}"
         )
+
+
+def _held(sources: Sequence[StageSource]) -> list[tuple[int, str, nn.Module]]:
+    return [(i, s.prefix, s.module) for i, s in enumerate(sources) if s.module is not None]
 
 
 def _planned(

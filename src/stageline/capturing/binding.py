@@ -221,7 +221,12 @@ class Bindings:
             on_meta = on_meta or any(p.is_meta for p in (*module.parameters(), *module.buffers()))
         if not on_meta:
             return value
-        return _map_arguments(lambda leaf: leaf.to("meta") if _is_real(leaf) else leaf, value)
+        return _map_arguments(self._on_meta, value)
+
+    def _on_meta(self, leaf: Any) -> Any:
+        if _is_real(leaf):
+            return leaf.to("meta")
+        return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
     def real_device(self, device: Any) -> Any:
         if self.device is not None and isinstance(device, torch.device) and device.type == "meta":

@@ -18,9 +18,15 @@ class ModelNames:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.modules = dict(model.named_modules(remove_duplicate=False))
         self.extra: dict[str, nn.Module] = {}
         self._paths: dict[int, str] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look again: tensors may have been replaced, by ``.to(...)`` or by real ones for meta."""
+        model = self.model
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self._paths = {id(module): path for path, module in self.extra.items()}
         for path, module in self.modules.items():
             self._paths.setdefault(id(module), path)
         self._tensors: dict[int, list[str]] = {}

@@ -97,6 +97,7 @@ def _way_to(names: ModelNames, paths: list[str]) -> frozenset[str]:
 def _record_once(
     names: ModelNames, arguments: Arguments, opened: frozenset[str], grad: bool
 ) -> tuple[Recorder, Recording]:
+    names.refresh()
     model = names.model
     _check_openable(names, opened)
     for flags, metered in ((True, True), (False, True), (True, False), (False, False)):

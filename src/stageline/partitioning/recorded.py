@@ -54,12 +54,14 @@ class CutModel:
         staged: What runs them, if the model was recorded.
         aliases: Names of the model's tensors that no stage uses, each with one that a stage holds.
         plan: What was planned, if the model was recorded.
+        model: The whole model; None where only its stages are known.
     """
 
     sources: list[StageSource] = field(default_factory=list)
     staged: StagedModel | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     plan: Plan | None = None
+    model: nn.Module | None = None
 
 
 def cut_any(model: object, split: object, example: Example) -> tuple[CutModel, list[str]]:
@@ -73,7 +75,8 @@ def cut_any(model: object, split: object, example: Example) -> tuple[CutModel, l
     if not isinstance(model, nn.Module) or is_chain(model) or not example.is_given:
         sources, faults = cut_model(model, split)
         if not faults or not example.is_given or not isinstance(model, nn.Module):
-            return CutModel(sources), faults
+            whole = model if isinstance(model, nn.Module) else None
+            return CutModel(sources, model=whole), faults
     faults = splits.find_faults(split)
     if faults:
         return CutModel(), faults
@@ -101,7 +104,7 @@ def cut_planned(plan: Plan) -> CutModel:
         StageSource(staged.held[stage.index], stage.blocks, fingerprint=graph.fingerprint)
         for stage in plan.stages
     ]
-    return CutModel(sources, staged, aliases, plan)
+    return CutModel(sources, staged, aliases, plan, graph.model)
 
 
 def _complete(model: nn.Module, staged: StagedModel) -> dict[str, str]:

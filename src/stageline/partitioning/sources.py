@@ -99,10 +99,10 @@ def _model_faults(model: object) -> list[str]:
         return [f"model: {name} has a forward of its own: {wanted}"]
     if not len(model):
         return ["model: it has no children"]
-    return _material_faults("", model)
+    return _material_faults("", model, may_be_meta=True)
 
 
-def _material_faults(prefix: str, module: nn.Module) -> list[str]:
+def _material_faults(prefix: str, module: nn.Module, *, may_be_meta: bool = False) -> list[str]:
     """Return a fault for every tensor that does not exist yet."""
     faults = []
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -110,7 +110,7 @@ def _material_faults(prefix: str, module: nn.Module) -> list[str]:
             faults.append(
                 f"{prefix}{name} is uninitialized (a lazy layer): call the model on a batch first"
             )
-        elif tensor.is_meta:
+        elif tensor.is_meta and not may_be_meta:
             faults.append(
                 f"{prefix}{name} is on the meta device: materialise the model first, to_empty(...)"
             )

@@ -18,6 +18,8 @@ from stageline.partitioning.recorded import CutModel
 from stageline.partitioning.sharing import Shared
 from stageline.partitioning.sources import StageSource
 from stageline.running.foreign import Owner
+from stageline.running.materialising import InitStage, is_abstract
+from stageline.running.materialising import materialise as make_real
 from stageline.running.names import Names
 from stageline.running.program import StageProgram
 from stageline.running.recordings import Recordings
@@ -94,6 +96,19 @@ def tie(shared: Sequence[Shared], parts: Parts) -> Ties:
     return Ties(
         shared, placement=parts.placement, devices=parts.devices, ranks_here=parts.ranks_here
     )
+
+
+def materialise(cut: CutModel, parts: Parts, init_stage: InitStage | None, what: str) -> bool:
+    """Make the stages of this process real if the model is on meta; return whether it was."""
+    modules = {i: s.module for i, s in enumerate(cut.sources) if s.module is not None}
+    here = {index: modules[index] for index in parts.stages_here}
+    if cut.model is None or not is_abstract(here.values()):
+        return False
+    others = [module for index, module in modules.items() if index not in here]
+    faults = make_real(cut.model, here, others, parts.device_of, init_stage)
+    if faults:
+        raise ConfigError(what, faults)
+    return True
 
 
 def hold(

@@ -13,6 +13,7 @@ from torch import nn
 from stageline.errors import ScheduleError
 from stageline.running.events import Observer
 from stageline.running.loss import REDUCTIONS, LossFunction
+from stageline.running.materialising import InitStage
 from stageline.running.microbatches import BatchDims, LossReduction
 from stageline.running.timetable import Timetable
 from stageline.running.transports.base import ThreadTransport
@@ -37,6 +38,7 @@ class Settings:
     ranks: int | None = None
     devices: Sequence[str | torch.device] | None = None
     wrap_stage: WrapStage | None = None
+    init_stage: InitStage | None = None
     batch_dims: BatchDims = 0
     transport: str | ThreadTransport | None = None
     keep_outputs: bool = False
@@ -92,6 +94,7 @@ class Settings:
             for name, value in (
                 ("loss_fn", self.loss_fn),
                 ("wrap_stage", self.wrap_stage),
+                ("init_stage", self.init_stage),
                 ("observer", self.observer),
             )
             if value is not None and not callable(value)
