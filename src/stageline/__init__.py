@@ -8,6 +8,7 @@ result = pipe.step(x, target=y)
 """
 
 from stageline import log as _log
+from stageline.capturing.layers import layer_list
 from stageline.capturing.marks import Block, CutPoint, begin_block, remove_blocks
 from stageline.capturing.recorded import Graph, capture
 from stageline.errors import (
@@ -56,6 +57,7 @@ __all__ = [
     "StepResult",
     "begin_block",
     "capture",
+    "layer_list",
     "parse",
     "partition",
     "remove_blocks",

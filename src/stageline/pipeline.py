@@ -196,7 +196,7 @@ class Pipeline:
         self._settings = settings
         self.training = True
         ties = assembly.tie(shared, parts)
-        names = all_names(sources, shared, parts.stages_here, cut.aliases)
+        names = all_names(sources, shared, parts.stages_here, cut.aliases, cut.first_names)
         self._stages = assembly.hold(sources, parts, ties, settings.wrap_stage, what, names)
         self.plan = assembly.describe(cut, self._stages, parts)
         self.devices = tuple(parts.devices)

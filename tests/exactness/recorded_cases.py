@@ -35,6 +35,10 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(Layer() for _ in range(depth))
         self.head = nn.Linear(WIDTH, 3)
 
+    def result(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(x)
+        return result
+
 
 class Skips(Stack):
     """The first value is used by every later stage, and once more by the last."""
@@ -43,7 +47,7 @@ class Skips(Stack):
         first = x = self.stem(x)
         for layer in self.layers:
             x = layer(x) + first
-        return self.head(x * first)
+        return self.result(x * first)
 
 
 class LateInputs(Stack):
@@ -57,7 +61,7 @@ class LateInputs(Stack):
             mask = mask & keep.view(rows, 1)
         for layer in self.layers:
             x = layer(x, scale).masked_fill(~mask, 0.0)
-        return self.head(x)
+        return self.result(x)
 
 
 class EarlyOutputs(Stack):
@@ -82,7 +86,7 @@ class InPlace(Stack):
             x += 0.5
             kept[:, 0] = kept[:, 0] * 0.5
             x = F.relu_(x + kept)
-        return self.head(x)
+        return self.result(x)
 
 
 class Tied(Stack):
@@ -99,11 +103,14 @@ class Tied(Stack):
         x = self.stem(x)
         for layer in (*self.layers, self.layers[1]):
             x = layer(x)
-        return self.out(self.head(x))
+        result: Tensor = self.out(self.head(x))
+        return result
 
 
 class Regions(Stack):
     """A part without gradients, a value that is cut off, and a buffer that one stage updates."""
+
+    count: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +123,7 @@ class Regions(Stack):
             frozen = self.layers[0](x) * 2
         x = self.layers[1](x + frozen)
         x = self.layers[2](x) + x.detach()
-        return self.head(self.layers[3](x))
+        return self.result(self.layers[3](x))
 
 
 class Unused(Stack):
@@ -131,7 +138,7 @@ class Unused(Stack):
         x = self.stem(x) * self.gain
         for layer in self.layers:
             x = layer(x)
-        return self.head(x * self.gain)
+        return self.result(x * self.gain)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
@@ -22,7 +24,29 @@ if TYPE_CHECKING:
     from stageline.capturing.recorder import Recorder
 
 Versions = dict[int, tuple[Tensor, int]]
+_CACHES = "transformers.cache_utils"
 _TORCH_CONSTANTS = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qscheme)
+
+
+class OpenInstead(CaptureError):
+    """Opened code uses a tensor from inside a module that was not opened: it must be."""
+
+    def __init__(self, path: str, place: str) -> None:
+        self.path = path
+        super().__init__(
+            f"{place}: the code uses a tensor that was made inside {path} and not returned by it "
+            "(a hook, or an attribute): return it from there"
+        )
+
+
+def fresh(pristine: Any) -> Any:
+    """Return an empty cache; a node where opened code makes one, so that each stage has its own."""
+    return copy.deepcopy(pristine)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a cache of the transformers library."""
+    return any(kind.__module__ == _CACHES for kind in type(value).__mro__)
 
 
 def rebuild(spec: Any, *leaves: Any) -> Any:
@@ -55,6 +79,7 @@ class Bindings:
         self._born: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._leaf: tuple[int, frozenset[int]] = (0, frozenset())
         self._num_leaves = 0
+        self.leaf_paths: list[str] = []
         # All that exists before the run. Held, so that no id passes to something new.
         self._world = gc.get_objects()
         self._old = frozenset(map(id, self._world))
@@ -107,6 +132,9 @@ class Bindings:
         if names:
             return self._attribute(tensor, names[0])
         if id(tensor) not in self._old:
+            born = self._born.get(id(tensor))
+            if born is not None and born[0]() is tensor and self.leaf_paths[born[1] - 1]:
+                raise OpenInstead(self.leaf_paths[born[1] - 1], where())
             raise CaptureError(
                 f"{where()}: a tensor is used whose making was not seen (torch.Tensor(...), "
                 "from_numpy, a script function, or a result kept from inside a module): make it "
@@ -171,6 +199,8 @@ class Bindings:
         known = self._bound.get(id(value)) or self._attributes.get(id(value))
         if known is not None:
             return known[1]
+        if isinstance(value, np.generic):  # a number of numpy: np.sqrt(width)
+            return value.item()
         if isinstance(value, nn.Module):
             return self._attribute(value, self._recorder.names.path_of(value))
         leaves, spec = flatten(value)
@@ -180,6 +210,11 @@ class Bindings:
             return self._recorder.emit("call_function", rebuild, (constant, *nodes), {})
         if id(value) in self._old or self._is_plain_function(value):
             return self._attribute(value, self._constant(value))
+        if is_cache(value):
+            constant = self._attribute(value, self._constant(copy.deepcopy(value)))
+            node = self._recorder.emit("call_function", fresh, (constant,), {})
+            self._bound[id(value)] = (value, node)
+            return node
         kind = type(value).__name__
         hint = "pass use_cache=False, or " if "Cache" in kind else ""
         raise CaptureError(
@@ -232,6 +267,11 @@ class Bindings:
         if self.device is not None and isinstance(device, torch.device) and device.type == "meta":
             return self.device
         return device
+
+    def forget(self) -> None:
+        """Let go of all values of the run: the graph needs none of them."""
+        self._world, self._old = [], frozenset()
+        self._bound, self._attributes, self._born = {}, {}, {}
 
     # -- changes in place
 

@@ -142,6 +142,7 @@ def _dtype(recorder: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> 
         return func(*args, **kwargs)  # those of inputs are part of what chooses a recording
     value = func(*args, **kwargs)
     node = recorder.pure(getattr, recorder.bindings.node_of(args[0]), "dtype")
+    node.meta["number"] = True
     recorder.guard(node, value)
     return value
 

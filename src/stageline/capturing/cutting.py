@@ -129,14 +129,15 @@ class Cutter:
 
     def _without_dead(self, nodes: list[Node], end: int, is_last: bool) -> list[Node]:
         """Leave out what only others need: they compute it for themselves."""
-        needed = set(self._results) if is_last else set()
+        results = set(self._results)
+        needed = set(results) if is_last else set()
         kept: list[Node] = []
         for node in reversed(nodes):
             is_free = node in self.dependence.renewable or bool(node.meta.get("pure"))
             is_free = is_free or node.op == "get_attr"
             is_free = is_free and not is_guard(node.target) and not node.meta.get("mutates")
-            used_later = node not in self.dependence.renewable and any(
-                self._order(user) >= end for user in node.users
+            used_later = node not in self.dependence.renewable and (
+                node in results or any(self._order(user) >= end for user in node.users)
             )
             if is_free and node not in needed and not used_later:
                 continue

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Node
 
+from stageline.capturing.calls import size
 from stageline.capturing.guards import is_guard
 from stageline.capturing.recording import Recording
 
@@ -119,7 +120,7 @@ class Dependence:
     def has_guards_on_sizes(self) -> bool:
         """Whether some guard looks at a number that is known only once a stage has run."""
         return any(
-            is_guard(node.target) and node not in self.fixed and is_number(node.all_input_nodes[0])
+            is_guard(node.target) and node not in self.fixed and _is_size(node.all_input_nodes[0])
             for node in self._recording.nodes
             if node.all_input_nodes
         )
@@ -127,10 +128,16 @@ class Dependence:
 
 def is_number(node: Node) -> bool:
     """Whether a node makes a plain number or flag, cheap to send."""
-    return (bool(node.meta.get("pure")) and "text" not in node.meta) or node.target in _NUMBERS
+    return bool(node.meta.get("number"))
 
 
-_NUMBERS = ("numel", "item", "nelement", "__bool__", "__int__", "__float__", "__len__")
+def _is_size(node: Node) -> bool:
+    """Whether a number is made of sizes alone."""
+    if node.target in (size, "numel", "nelement", "is_contiguous", "stride", "storage_offset"):
+        return True
+    return (
+        is_number(node) and bool(node.all_input_nodes) and all(map(_is_size, node.all_input_nodes))
+    )
 
 
 def is_flag(target: str) -> bool:

@@ -112,6 +112,7 @@ class Cuttable(ABC):
             without 0 and ``num_nodes``.
         module_names: The names of all modules of the model, called or not.
         fingerprint: A digest of structure and names: equal for equal models.
+        findings: What is wrong with the marks.
     """
 
     num_nodes: int
@@ -120,6 +121,7 @@ class Cuttable(ABC):
     cuts: Sequence[int]
     module_names: Sequence[str]
     fingerprint: str
+    findings: Sequence[str] = ()
 
     @abstractmethod
     def load(self, begin: int, end: int) -> Load:

@@ -25,7 +25,8 @@ def check(value: Any, wanted: Any, where: str) -> None:
         return
     raise GuardFailed(
         f"{where}: the code decides by a value that was {wanted!r} when the model was recorded and "
-        f"is {value!r} now, so it may take another way"
+        f"is {value!r} now, so it may take another way. Keep the decision inside a module that is "
+        "not cut, or out of the model"
     )
 
 

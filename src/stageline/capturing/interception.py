@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
-from inspect import isfunction
+from inspect import getattr_static, isfunction
 from typing import Any
 
 import torch
@@ -165,7 +165,15 @@ class _Router:
             finally:
                 self._running.pop()
 
+        vars(call)["is_whole"] = _is_whole(module, step)
         return route
+
+
+def _is_whole(module: nn.Module, step: _Step) -> bool:
+    """Whether a call does all that calling the module does, not only what a parent class does."""
+    name, original = step
+    own = getattr_static(type(module), "forward", None)
+    return name != "forward" or getattr(own, "__wrapped__", own) is original
 
 
 class _Running:

@@ -100,7 +100,8 @@ def _attribute_writes(recorder: Recorder) -> Iterator[None]:
 
 
 def _is_harmless(old: Any, new: Any) -> bool:
-    if old is new:
+    # A flag that is set on the first call: the second one would find it and do nothing.
+    if old is new or (old is _MISSING and isinstance(new, (bool, int, str, type(None)))):
         return True
     with torch._C.DisableTorchFunction():
         if isinstance(old, Tensor) and isinstance(new, Tensor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from functools import lru_cache
 
 import torch
@@ -21,6 +22,16 @@ def where() -> str:
             return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
     return "an unknown line"
+
+
+def line_of(error: BaseException) -> str:
+    """Return the innermost line outside torch and this library that an error came through."""
+    found = "an unknown line"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if _is_users(frame.f_code.co_filename):
+            name = os.path.basename(frame.f_code.co_filename)
+            found = f"{name}:{line} in {frame.f_code.co_name}"
+    return found
 
 
 @lru_cache(maxsize=4096)

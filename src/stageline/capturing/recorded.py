@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from stageline import log
 from stageline.capturing.cutting import Cutter
 from stageline.capturing.dependence import attribute_of, is_flag
 from stageline.capturing.graph import Call, Crossing, Cuttable, Load, Mark, Tie
@@ -48,6 +49,12 @@ def capture(
     names = ModelNames(model)
     arguments = Arguments.of(args, kwargs or {})
     graph = Graph(names, arguments, survey(model, *arguments.copied().unpacked()))
+    if graph.recording.checkpoints:
+        log.warning(
+            0,
+            f"{graph.recording.checkpoints[0]}: activation checkpointing in code that is cut open "
+            "gives the same values but saves no memory: checkpoint inside the layers instead",
+        )
     whole = graph.cut(())
     other = arguments.with_one_row_more()
     if other is not None:
@@ -113,11 +120,22 @@ class Graph(Cuttable):
     def cuts(self) -> Sequence[int]:  # type: ignore[override]  # computed when first asked for
         """Where cuts may lie: at the marks, else between the calls of repeated layers."""
         if self.marks:
-            places = {place for mark in self.marks for place in (mark.begin, mark.end)}
+            places = {mark.begin for mark in self.marks} | self._ends_of_blocks()
         else:
             members = [call for call in self.calls if call.path in self._members]
             places = {call.end for call in members} | {call.begin for call in members[:1]}
         return tuple(place for place in sorted(places) if self._has_work(place))
+
+    def _ends_of_blocks(self) -> set[int]:
+        """Return where blocks end, unless only glue follows before the next one begins."""
+        ends = set()
+        for mark in self.marks:
+            following = [other.begin for other in self.marks if other.begin >= mark.end]
+            stop = min(following, default=self.num_nodes)
+            inner = (call for call in self.calls if not call.opened)
+            if any(mark.end <= call.begin < stop for call in inner):
+                ends.add(mark.end)
+        return ends
 
     def _has_work(self, place: int) -> bool:
         """Whether something is computed on both sides of a position."""

@@ -129,6 +129,7 @@ class Recorder(TorchFunctionMode):
             fx_args, fx_kwargs = self.to_nodes(args), self.to_nodes(kwargs)
             real_args, real_kwargs = self.bindings.real((args, kwargs))
             self.bindings.begin_leaf((args, kwargs))
+        self.bindings.leaf_paths.append("")
         with self.unrecorded(name):
             result = func(*real_args, **real_kwargs)
         with torch._C.DisableTorchFunction():
@@ -153,6 +154,8 @@ class Recorder(TorchFunctionMode):
         """Bind the tensors of a result, make symbols of its numbers, guard everything else."""
         if isinstance(result, torch.Size):
             parts = [self.pure(operator.getitem, node, i) for i in range(len(result))]
+            for part in parts:
+                part.meta["number"] = True
             sizes = [symbol(self, part, n) for part, n in zip(parts, result, strict=True)]
             return torch.Size(sizes)
         if isinstance(result, (torch.device, torch.Generator)):
@@ -174,10 +177,12 @@ class Recorder(TorchFunctionMode):
         if isinstance(leaf, Tensor):
             return self.bindings.bind(leaf, node, before)
         if type(leaf) in (int, float):
+            node.meta["number"] = True
             return symbol(self, node, leaf)
         if leaf is None:
             return None
         if isinstance(leaf, (bool, *_FIXED)):
+            node.meta["number"] = True
             self.guard(node, leaf)
             return leaf
         if node.op == "call_module" or node.target in (operator.getitem, getattr):
@@ -211,6 +216,7 @@ class Recorder(TorchFunctionMode):
         node = self.pure(function, *nodes)
         if type(value) not in (int, float, bool):
             raise CaptureError(f"{where()}: {function.__name__} of sizes gives {value!r}")
+        node.meta["number"] = True
         return symbol(self, node, value)
 
     def decide(self, symbol: Any, outcome: Any) -> Any:
@@ -228,7 +234,9 @@ class Recorder(TorchFunctionMode):
         """Return one size of a recorded tensor as a symbol."""
         node = self.bindings.node_of(tensor)
         source, dim_there = self._size_source(node, dim)
-        return Size(self, self.pure(calls.size, source, dim_there), tensor.shape[dim])
+        node = self.pure(calls.size, source, dim_there)
+        node.meta["number"] = True
+        return Size(self, node, tensor.shape[dim])
 
     def _size_source(self, node: Node, dim: int) -> tuple[Node, int]:
         """Return where a size comes from, if that is known: a decision is then one about inputs."""
@@ -255,7 +263,9 @@ class Recorder(TorchFunctionMode):
         if not self.is_open:
             return call(*args, **kwargs)
         # A module that the code makes as it goes, such as a loss: what it does is the code's doing.
-        if isinstance(module, CutPoint) or self.bindings.is_new(module):
+        # And so is the forward of a parent class, called without the module's own around it.
+        is_whole = getattr(call, "is_whole", True)
+        if isinstance(module, CutPoint) or self.bindings.is_new(module) or not is_whole:
             return call(*args, **kwargs)
         path = self.names.path_of(module)
         occurrence = self._occurrences.get(path, 0)
@@ -282,6 +292,7 @@ class Recorder(TorchFunctionMode):
             shapes = structure((real_args, real_kwargs))
             self.bindings.begin_leaf((args, kwargs))
         self.check_random()
+        self.bindings.leaf_paths.append(path)
         with self.unrecorded(path):
             result = call(*real_args, **real_kwargs)
         self.check_random(is_new=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from stageline.capturing.binding import OpenInstead, is_cache
 from stageline.capturing.graph import Call, Mark
 from stageline.capturing.inputs import Arguments, ambient_key, leaf_names
 from stageline.capturing.interception import intercepted
@@ -20,12 +21,14 @@ from stageline.capturing.marks import CutPoint, is_own_hook, listening
 from stageline.capturing.meter import Meter
 from stageline.capturing.names import ModelNames
 from stageline.capturing.patches import patched
+from stageline.capturing.places import line_of
 from stageline.capturing.recorder import Recorder
 from stageline.capturing.snapshot import preserved
 from stageline.capturing.torch_private import TreeSpec
 from stageline.capturing.values import flatten
-from stageline.errors import CaptureError
+from stageline.errors import CaptureError, StagelineError
 
+_OUTPUT_HOOKS = "transformers.utils.output_capturing"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -80,10 +83,16 @@ def record(
     Marks inside modules that were not to be opened open them, by another run.
     """
     while True:
-        recorder, recording = _record_once(names, arguments, opened, grad)
-        if not recorder.hidden_marks:
-            return recording
-        opened = opened | _way_to(names, recorder.hidden_marks)
+        try:
+            recorder, recording = _record_once(names, arguments, opened, grad)
+            if not recorder.hidden_marks:
+                return recording
+            needed = _way_to(names, recorder.hidden_marks)
+        except OpenInstead as error:
+            needed = _way_to(names, [error.path])
+            if needed <= opened:
+                raise
+        opened = opened | needed
 
 
 def _way_to(names: ModelNames, paths: list[str]) -> frozenset[str]:
@@ -100,19 +109,32 @@ def _record_once(
     names.refresh()
     model = names.model
     _check_openable(names, opened)
-    for flags, metered in ((True, True), (False, True), (True, False), (False, False)):
-        recorder = Recorder(names, opened, symbolic_flags=flags)
+    symbolic_flags, metered = True, True
+    while True:
+        recorder = Recorder(names, opened, symbolic_flags=symbolic_flags)
         try:
             output, inputs = _run(recorder, model, arguments, grad=grad, metered=metered)
-        except TypeError as error:
-            if not flags or "not Flag" not in str(error):
-                raise
-        except NotImplementedError as error:
-            if not metered or "HigherOrderOperator" not in str(error):
-                raise
-        else:
             return recorder, _finished(recorder, arguments, inputs, output)
-    raise AssertionError("the last form of a recording either works or raises")
+        except StagelineError:
+            raise
+        except Exception as error:
+            # Torch's own functions take plain flags only; and not every operation can be measured.
+            if symbolic_flags and isinstance(error, TypeError) and "not Flag" in str(error):
+                symbolic_flags = False
+            elif metered and "HigherOrderOperator" in str(error):
+                metered = False
+            else:
+                raise _unrecordable(error) from error
+        finally:
+            recorder.bindings.forget()
+
+
+def _unrecordable(error: Exception) -> CaptureError:
+    return CaptureError(
+        f"{line_of(error)}: {type(error).__name__} while the model was recorded: {error}. If the "
+        "model runs plainly on these arguments, this code does something with sizes or tensors "
+        "that cannot be recorded: move it into a module that is not cut"
+    )
 
 
 def _run(
@@ -147,11 +169,12 @@ def without_cache(model: nn.Module, kwargs: Any) -> dict[str, Any]:
     Language models of the transformers library return one by default. A cache is filled behind
     the graph's back, and training has no use for it.
     """
-    config = getattr(model, "config", None)
-    if "use_cache" in kwargs or not hasattr(config, "use_cache"):
+    if "use_cache" in kwargs or not hasattr(model, "config"):
         return {}
     parameters = inspect.signature(model.forward).parameters
-    return {"use_cache": False} if "use_cache" in parameters else {}
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    has_switch = hasattr(model.config, "use_cache") and takes_any
+    return {"use_cache": False} if "use_cache" in parameters or has_switch else {}
 
 
 def _place_inputs(recorder: Recorder, arguments: Arguments) -> dict[int, Node]:
@@ -175,7 +198,9 @@ def _returned(recorder: Recorder, output: Any) -> tuple[list[Any], TreeSpec]:
     """Return the leaves of a result as the graph states them."""
     with torch._C.DisableTorchFunction():
         leaves, spec = flatten(output)
-        return [recorder.to_nodes(leaf) for leaf in leaves], spec
+        # A cache would be that of the last stage alone.
+        kept = [None if is_cache(leaf) else leaf for leaf in leaves]
+        return [recorder.to_nodes(leaf) for leaf in kept], spec
 
 
 def _finished(
@@ -258,6 +283,11 @@ class _Ear:
             self._recorder.marks.begun(name, module, where)
 
 
+def _is_harmless(hook: Any) -> bool:
+    """Whether a hook does nothing that a recording misses: marks, and lists of hidden states."""
+    return is_own_hook(hook) or getattr(hook, "__module__", "") == _OUTPUT_HOOKS
+
+
 def _check_openable(names: ModelNames, opened: frozenset[str]) -> None:
     findings = [fault for path in sorted(opened) for fault in _faults(names, path)]
     if findings:
@@ -268,7 +298,7 @@ def _faults(names: ModelNames, path: str) -> Iterator[str]:
     module = names.module(path)
     name = f"{path or 'the model'} ({type(module).__name__})"
     for hooks in _HOOKS:
-        if any(not is_own_hook(hook) for hook in getattr(module, hooks).values()):
+        if any(not _is_harmless(hook) for hook in getattr(module, hooks).values()):
             yield (
                 f"{name} has hooks, which no stage would call: remove them, or put them on a "
                 "module inside that is not cut"

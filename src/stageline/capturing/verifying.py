@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stageline.capturing.binding import is_cache
 from stageline.capturing.guards import GuardFailed, same_value
 from stageline.capturing.inputs import Arguments
 from stageline.capturing.recording import without_cache
@@ -57,7 +58,8 @@ def _plain(model: nn.Module, arguments: Arguments) -> Any:
 
 def _differences(found: Any, wanted: Any) -> str:
     got = tree_flatten_with_path((found,))[0]
-    want = tree_flatten_with_path(wanted)[0]
+    flat = tree_flatten_with_path(wanted)[0]
+    want: list[Any] = [(path, None if is_cache(leaf) else leaf) for path, leaf in flat]
     if len(got) != len(want):
         return f"{len(got)} values instead of {len(want)}"
     for (path, one), (_, other) in zip(got, want, strict=True):

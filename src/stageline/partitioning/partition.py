@@ -51,6 +51,8 @@ def partition(
     paths = splits.paths_wanted(split)
     opened_for = split if isinstance(split, int) else 1
     graph = graph.opened_at(paths, num_stages=opened_for)
+    if graph.findings:
+        raise ConfigError("sl.partition", graph.findings)
     cuts, faults = splits.resolve(
         graph, split, balance=balance, memory_limit=limit, num_ranks=ranks
     )

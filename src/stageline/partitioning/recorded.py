@@ -53,6 +53,7 @@ class CutModel:
         sources: The stages.
         staged: What runs them, if the model was recorded.
         aliases: Names of the model's tensors that no stage uses, each with one that a stage holds.
+        first_names: The first name of each parameter in the model, by the names that stages use.
         plan: What was planned, if the model was recorded.
         model: The whole model; None where only its stages are known.
     """
@@ -60,6 +61,7 @@ class CutModel:
     sources: list[StageSource] = field(default_factory=list)
     staged: StagedModel | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
+    first_names: Mapping[str, str] = field(default_factory=dict)
     plan: Plan | None = None
     model: nn.Module | None = None
 
@@ -104,7 +106,15 @@ def cut_planned(plan: Plan) -> CutModel:
         StageSource(staged.held[stage.index], stage.blocks, fingerprint=graph.fingerprint)
         for stage in plan.stages
     ]
-    return CutModel(sources, staged, aliases, plan, graph.model)
+    return CutModel(sources, staged, aliases, _first_names(graph.model), plan, graph.model)
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    names = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[name] = first.setdefault(id(parameter), name)
+    return {name: earliest for name, earliest in names.items() if name != earliest}
 
 
 def _complete(model: nn.Module, staged: StagedModel) -> dict[str, str]:

@@ -29,6 +29,7 @@ def all_names(
     shared: Iterable[Shared],
     stages_here: Iterable[int],
     aliases: Mapping[str, str] | None = None,
+    first_names: Mapping[str, str] | None = None,
 ) -> Names:
     """Return all names of the tensors that some stages hold.
 
@@ -38,6 +39,7 @@ def all_names(
         stages_here: Those of this process.
         aliases: Names in the model that no stage uses, each with one under which a stage, here or
             elsewhere, holds the tensor.
+        first_names: Names in the model that are not the first of their tensor, with the first.
     """
     here = set(stages_here)
     states = [_state_names(source) for source in sources]
@@ -58,6 +60,7 @@ def all_names(
             found[alias] = held
         else:
             elsewhere.append(alias)
+    first.update((held, name) for held, name in (first_names or {}).items() if held in names_here)
     return Names(found, first, frozenset(elsewhere))
 
 
