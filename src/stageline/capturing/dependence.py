@@ -33,7 +33,7 @@ class Dependence:
         self.renewable: set[Node] = set()
         self.fixed: set[Node] = set()
         for node in recording.inputs.values():
-            if not self._is_changed(node) and not node.meta["requires_grad"]:
+            if not self._is_changed(node) and not node.meta.get("requires_grad"):
                 self.renewable.add(node)
                 self.fixed.add(node)
         for node in recording.nodes:
@@ -56,8 +56,7 @@ class Dependence:
             return
         if node.op == "get_attr" and not self._is_free(node):
             return
-        reading = node.meta.get("reading")
-        if reading is not None and reading.is_random:
+        if self._may_be_random(node):
             return
         used = list(self.inputs_of(node))
         if all(source in self.fixed for source in used):
@@ -65,6 +64,12 @@ class Dependence:
             self.renewable.add(node)
         elif all(source in self.renewable or is_number(source) for source in used):
             self.renewable.add(node)
+
+    def _may_be_random(self, node: Node) -> bool:
+        if node.op == "get_attr" or node.meta.get("pure") or is_guard(node.target):
+            return False
+        reading = node.meta.get("reading")
+        return reading is None or reading.is_random  # what nobody measured may be anything
 
     def _is_free(self, node: Node) -> bool:
         """Whether any stage may hold this attribute: a constant or buffer that does not change."""

@@ -83,6 +83,8 @@ class Arguments:
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return (Tensor, leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.device.type)
+    if type(leaf) in (int, float):
+        return (type(leaf),)  # what the code decides by it, guards will say
     try:
         hash(leaf)
     except TypeError:

@@ -24,6 +24,7 @@ from stageline.capturing.patches import patched
 from stageline.capturing.places import line_of
 from stageline.capturing.recorder import Recorder
 from stageline.capturing.snapshot import preserved
+from stageline.capturing.symbols import symbol
 from stageline.capturing.torch_private import TreeSpec
 from stageline.capturing.values import flatten
 from stageline.errors import CaptureError, StagelineError
@@ -37,7 +38,7 @@ class Recording:
     """What one run of a model did.
 
     Attributes:
-        inputs: The node of each tensor among the arguments, by its place among the leaves.
+        inputs: The node of each tensor or number of the arguments, by its place among the leaves.
         nodes: Everything that happened, in order.
         output: The leaves of the result: nodes and constants.
         output_spec: How they make the result again.
@@ -140,14 +141,13 @@ def _unrecordable(error: Exception) -> CaptureError:
 def _run(
     recorder: Recorder, model: nn.Module, arguments: Arguments, *, grad: bool, metered: bool
 ) -> tuple[Any, dict[int, Node]]:
-    copied = arguments.copied()
     with ExitStack() as stack:
         stack.enter_context(preserved(model))
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(grad))
-        inputs = _place_inputs(recorder, copied)
-        args, kwargs = copied.unpacked()
+        inputs, placed = _place_inputs(recorder, arguments.copied())
+        args, kwargs = placed.unpacked()
         kwargs = {**kwargs, **without_cache(model, kwargs)}
         recorder.regions.begin()
         stack.enter_context(patched(recorder))
@@ -177,21 +177,25 @@ def without_cache(model: nn.Module, kwargs: Any) -> dict[str, Any]:
     return {"use_cache": False} if "use_cache" in parameters or has_switch else {}
 
 
-def _place_inputs(recorder: Recorder, arguments: Arguments) -> dict[int, Node]:
+def _place_inputs(recorder: Recorder, arguments: Arguments) -> tuple[dict[int, Node], Arguments]:
+    """Make a node of every tensor and number among the arguments; numbers become symbols."""
     args, kwargs = arguments.unpacked()
     names = leaf_names(recorder.names.model, args, kwargs)
-    inputs = {}
+    inputs, leaves = {}, list(arguments.leaves)
     for index, (leaf, name) in enumerate(zip(arguments.leaves, names, strict=True)):
         if isinstance(leaf, Tensor):
-            node = recorder.graph.placeholder(name)
-            recorder.bindings.bind_input(leaf, node)
-            inputs[index] = node
+            inputs[index] = recorder.graph.placeholder(name)
+            recorder.bindings.bind_input(leaf, inputs[index])
+        elif type(leaf) in (int, float):
+            inputs[index] = recorder.graph.placeholder(name)
+            inputs[index].meta["number"] = True
+            leaves[index] = symbol(recorder, inputs[index], leaf)
     model = recorder.names.model
     tensors = [*model.parameters(), *model.buffers()]
     if any(tensor.is_meta for tensor in tensors):
         real = [leaf.device for leaf in arguments.leaves if isinstance(leaf, Tensor)]
         recorder.bindings.device = real[0] if real else torch.device("cpu")
-    return inputs
+    return inputs, arguments.with_leaves(leaves)
 
 
 def _returned(recorder: Recorder, output: Any) -> tuple[list[Any], TreeSpec]:

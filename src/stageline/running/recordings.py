@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stageline.capturing.staged import StagedModel, VariantStage
 from stageline.errors import BatchError
@@ -77,9 +76,7 @@ class Recordings:
     def _is_whole(self, leaves: list[Any]) -> bool:
         """Whether a rank was given all that the model was recorded with."""
         first = self._staged.variants[0].recording
-        return all(
-            place < len(leaves) and isinstance(leaves[place], Tensor) for place in first.inputs
-        )
+        return all(place < len(leaves) and leaves[place] is not None for place in first.inputs)
 
     def _check(self, leaves: list[Any]) -> None:
         """Raise if a stage here uses an argument that this rank was not given."""
@@ -93,8 +90,4 @@ class Recordings:
 
 
 def _missing(stage: VariantStage, leaves: list[Any]) -> list[str]:
-    return [
-        name
-        for place, name in stage.inputs()
-        if place >= len(leaves) or not isinstance(leaves[place], Tensor)
-    ]
+    return [name for place, name in stage.inputs() if place >= len(leaves) or leaves[place] is None]
