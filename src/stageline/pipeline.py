@@ -107,6 +107,8 @@ class Pipeline:
         timeout: float = 1800.0,
         observer: Observer | None = None,
     ) -> None:
+        if ranks is None and isinstance(plan, Plan):
+            ranks = max(plan.placement) + 1
         settings = Settings(
             num_microbatches=num_microbatches,
             schedule=schedule,
@@ -123,7 +125,7 @@ class Pipeline:
             timeout=timeout,
             observer=observer,
         )
-        example = Example(example_args, example_kwargs, balance, memory_limit)
+        example = Example(example_args, example_kwargs, balance, memory_limit, ranks)
         if plan is not None:
             cut, faults = _planned(plan, model, split, example)
         else:
@@ -321,7 +323,12 @@ def _planned(
         return CutModel(), [f"plan: wanted what sl.partition returns, got {type(plan).__name__}"]
     given = [
         name
-        for name, value in (("split", split), ("example_args", example.args))
+        for name, value in (
+            ("split", split),
+            ("example_args", example.args),
+            ("example_kwargs", example.kwargs),
+            ("memory_limit", example.memory_limit),
+        )
         if value is not None
     ]
     faults = [f"{name}: the plan has said that already: leave it out" for name in given]

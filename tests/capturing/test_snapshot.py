@@ -271,13 +271,16 @@ def test_meta_and_sparse_tensors_are_let_be() -> None:
     assert id(model.running_mean) == before
 
 
-def test_parameters_are_not_copied() -> None:
+def test_a_parameter_that_is_written_to_is_put_back_by_whatever_alias() -> None:
+    """Parameters are not copied beforehand; the operation that writes is seen."""
     model: Any = nn.Linear(2, 2)
     flat = model.weight.data.view(4)
     model.flat = [flat, model.weight]
+    before = model.weight.detach().clone()
     with preserved(model):
         flat.zero_()
-    assert model.weight.count_nonzero() == 0
+        assert model.weight.count_nonzero() == 0
+    assert torch.equal(model.weight, before)
 
 
 def test_a_loop_of_references_ends() -> None:

@@ -88,7 +88,7 @@ class Bindings:
 
     def bind_input(self, tensor: Tensor, node: Node) -> None:
         self.inputs.append(node)
-        self._bound[id(tensor)] = (tensor, node)
+        self._bound.setdefault(id(tensor), (tensor, node))
         self._describe(node, tensor)
 
     def bind(self, tensor: Tensor, node: Node, before: Versions) -> Tensor:
@@ -316,6 +316,8 @@ class Bindings:
         number, given = self._leaf
         if not number:
             return func(*args, **kwargs)
+        if any(is_symbol(leaf) for leaf in flatten((args, kwargs))[0]):
+            self._recorder.refuse_hidden_number()
         for tensor in _argument_tensors((args, kwargs)):
             key = id(tensor)
             if key in given:

@@ -24,6 +24,16 @@ def size(tensor: Tensor, dim: int) -> int:
     return tensor.shape[dim]
 
 
+def length(parts: Any) -> int:
+    """Return how many parts there are; the builtin is not itself while a model is recorded."""
+    return len(parts)
+
+
+def rank(tensor: Tensor) -> int:
+    """Return the number of dimensions of a tensor."""
+    return tensor.dim()
+
+
 def tolist(tensor: Tensor) -> Any:
     return tensor.tolist()
 
@@ -98,6 +108,7 @@ def _shape(recorder: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     tensor = args[0]
     if not recorder.bindings.varies(tensor):
         return func(*args, **kwargs)
+    _rank(recorder, func, args, kwargs)
     sizes: list[Any] = [recorder.size_of(tensor, dim) for dim in range(tensor.dim())]
     return torch.Size(sizes)
 
@@ -125,7 +136,18 @@ def _fact(recorder: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> A
     return value
 
 
-def _rank(recorder: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _rank(recorder: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """Return the number of dimensions; that of an input is part of what chooses a recording."""
+    tensor: Tensor = args[0]
+    if recorder.bindings.varies(tensor) and not recorder.bindings.is_input(tensor):
+        node = recorder.pure(rank, recorder.bindings.node_of(tensor))
+        node.meta["number"] = True
+        recorder.guard(node, tensor.dim())
+    return tensor.dim()
+
+
+def _grad_fn(recorder: Recorder, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    recorder.asks_for_grad = True
     return func(*args, **kwargs)
 
 
@@ -185,8 +207,9 @@ def _answers() -> dict[Any, Answer]:
         _getter("device"): _device,
         _getter("requires_grad"): _requires_grad,
         torch._C._set_grad_enabled: _silent,
-        Tensor.__repr__: _silent,
-        Tensor.__format__: _silent,
+        _getter("grad_fn"): _grad_fn,
+        Tensor.__repr__: _refused,
+        Tensor.__format__: _refused,
         Tensor.backward: _refused,
         Tensor.register_hook: _refused,
     }

@@ -39,6 +39,7 @@ class StageCode:
         attributes: The names of modules, parameters, buffers and constants in it.
         opened: The opened modules whose training flag it reads.
         has_regions: Whether it enters no_grad or autocast regions.
+        changes: The values of earlier stages that it changes in place.
     """
 
     graph: FxGraph
@@ -49,6 +50,7 @@ class StageCode:
     attributes: tuple[str, ...]
     opened: tuple[str, ...]
     has_regions: bool
+    changes: tuple[Node, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +74,7 @@ class Cutter:
     def crossing(self, position: int) -> list[Node]:
         """Return the values that cross a cut at a position."""
         uses: dict[Node, None] = {}
-        needs = self._needs(position, self.recording.num_nodes, is_last=True)
+        needs = self._needs(position, self.recording.num_nodes, set(), is_last=True)
         uses.update(dict.fromkeys(needs.uses))
         return sorted(uses, key=self._order)
 
@@ -83,10 +85,12 @@ class Cutter:
         """Return the code of the stages between these positions."""
         bounds = [0, *cuts, self.recording.num_nodes]
         last = len(bounds) - 2
-        needs = [
-            self._needs(bounds[stage], bounds[stage + 1], is_last=stage == last)
-            for stage in range(last + 1)
-        ]
+        needs: list[_Needs] = []
+        wanted: set[Node] = set()
+        for stage in range(last, -1, -1):  # what later stages use decides what earlier ones keep
+            need = self._needs(bounds[stage], bounds[stage + 1], wanted, is_last=stage == last)
+            wanted |= set(need.uses)
+            needs.insert(0, need)
         self._check_buffers(needs)
         carries = [
             sorted(
@@ -102,11 +106,11 @@ class Cutter:
         ]
         self._check_opaque(carries)
         return [
-            self._code(need, bounds[stage], carries[stage], is_last=stage == last)
+            self._code(need, carries[stage - 1] if stage else [], carries[stage], stage == last)
             for stage, need in enumerate(needs)
         ]
 
-    def _needs(self, begin: int, end: int, *, is_last: bool) -> _Needs:
+    def _needs(self, begin: int, end: int, later: set[Node], *, is_last: bool) -> _Needs:
         """Return what a stage computes, and what it takes from earlier stages and from inputs."""
         depends = self.dependence
         own = [node for node in self.recording.nodes[begin:end] if not self._is_checked_early(node)]
@@ -115,7 +119,7 @@ class Cutter:
         wanted += self._results if is_last else []
         renewed = depends.closure([node for node in wanted if node not in inside], begin)
         renewed = [node for node in renewed if node not in inside]
-        nodes = self._without_dead([*renewed, *own], end, is_last)
+        nodes = self._without_dead([*renewed, *own], later, is_last)
         inside = set(nodes)
         sources = [source for node in nodes for source in node.all_input_nodes]
         sources += self._results if is_last else []
@@ -127,25 +131,23 @@ class Cutter:
     def _is_checked_early(self, node: Node) -> bool:
         return is_guard(node.target) and node in self.dependence.fixed
 
-    def _without_dead(self, nodes: list[Node], end: int, is_last: bool) -> list[Node]:
+    def _without_dead(self, nodes: list[Node], later: set[Node], is_last: bool) -> list[Node]:
         """Leave out what only others need: they compute it for themselves."""
-        results = set(self._results)
-        needed = set(results) if is_last else set()
+        needed = set(self._results) if is_last else set(later)
         kept: list[Node] = []
         for node in reversed(nodes):
             is_free = node in self.dependence.renewable or bool(node.meta.get("pure"))
             is_free = is_free or node.op == "get_attr"
             is_free = is_free and not is_guard(node.target) and not node.meta.get("mutates")
-            used_later = node not in self.dependence.renewable and (
-                node in results or any(self._order(user) >= end for user in node.users)
-            )
-            if is_free and node not in needed and not used_later:
+            if is_free and node not in needed:
                 continue
             needed.update(node.all_input_nodes)
             kept.append(node)
         return kept[::-1]
 
-    def _code(self, needs: _Needs, begin: int, carries: list[Node], *, is_last: bool) -> StageCode:
+    def _code(
+        self, needs: _Needs, enters: list[Node], carries: list[Node], is_last: bool
+    ) -> StageCode:
         graph = FxGraph()
         twins = {node: graph.placeholder(node.name) for node in (*needs.uses, *needs.inputs)}
         has_regions = _copy_nodes(graph, needs.nodes, twins)
@@ -166,6 +168,7 @@ class Cutter:
             attributes=attributes,
             opened=opened,
             has_regions=has_regions,
+            changes=_changed(needs.nodes, enters),
         )
 
     def _check_buffers(self, needs: Sequence[_Needs]) -> None:
@@ -220,3 +223,17 @@ def named_in(nodes: Sequence[Node]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     flags = [name for name in names if is_flag(name)]
     attributes = dict.fromkeys(name for name in names if not is_flag(name))
     return tuple(attributes), tuple(dict.fromkeys(map(module_of_flag, flags)))
+
+
+def _changed(nodes: Sequence[Node], enters: Sequence[Node]) -> tuple[Node, ...]:
+    """Return the values entering a stage that it changes in place, each alone in its memory.
+
+    An argument of the model is not among them: the user may want to see it changed.
+    """
+    storages = {storage for node in nodes for storage in node.meta.get("mutates", ())}
+    places = [value.meta.get("storage") for value in enters]
+    return tuple(
+        value
+        for value, place in zip(enters, places, strict=True)
+        if place in storages and places.count(place) == 1 and value.op != "placeholder"
+    )

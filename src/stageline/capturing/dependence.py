@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch.fx import Node
 
-from stageline.capturing.calls import size
+from stageline.capturing.calls import length, rank, size
 from stageline.capturing.guards import is_guard
 from stageline.capturing.recording import Recording
 
@@ -124,11 +124,14 @@ class Dependence:
 
     def has_guards_on_sizes(self) -> bool:
         """Whether some guard looks at a number that is known only once a stage has run."""
-        return any(
-            is_guard(node.target) and node not in self.fixed and _is_size(node.all_input_nodes[0])
+        guarded = [
+            node.all_input_nodes[0]
             for node in self._recording.nodes
-            if node.all_input_nodes
-        )
+            if is_guard(node.target) and node not in self.fixed and node.all_input_nodes
+        ]
+        # The number of dimensions follows sizes only where dimensions of size one are dropped.
+        drops = any(_name(node).strip("_") == "squeeze" for node in self._recording.nodes)
+        return any(_is_size(node) or (drops and node.target is rank) for node in guarded)
 
 
 def is_number(node: Node) -> bool:
@@ -136,9 +139,13 @@ def is_number(node: Node) -> bool:
     return bool(node.meta.get("number"))
 
 
+def _name(node: Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
+
+
 def _is_size(node: Node) -> bool:
     """Whether a number is made of sizes alone."""
-    if node.target in (size, "numel", "nelement", "is_contiguous", "stride", "storage_offset"):
+    if node.target in (size, length, "numel", "is_contiguous", "stride", "storage_offset"):
         return True
     return (
         is_number(node) and bool(node.all_input_nodes) and all(map(_is_size, node.all_input_nodes))

@@ -21,13 +21,19 @@ class GuardFailed(CaptureError):
 
 def check(value: Any, wanted: Any, where: str) -> None:
     """Raise unless a decision has the outcome that was recorded."""
-    if value is wanted or (type(value) is type(wanted) and (value == wanted or value != value)):
+    if value is wanted or (type(value) is type(wanted) and _is_equal(value, wanted)):
         return
     raise GuardFailed(
         f"{where}: the code decides by a value that was {wanted!r} when the model was recorded and "
         f"is {value!r} now, so it may take another way. Keep the decision inside a module that is "
         "not cut, or out of the model"
     )
+
+
+def _is_equal(value: Any, wanted: Any) -> bool:
+    if isinstance(value, float):  # nan is itself here, and 0.0 is not -0.0
+        return repr(value) == repr(wanted)
+    return bool(value == wanted)
 
 
 def check_structure(value: Any, wanted: Any, where: str) -> None:
@@ -51,6 +57,8 @@ def structure(value: Any) -> Any:
         return "Tensor"
     if value is None:
         return None
+    if type(value) in (str, bool):
+        return (type(value).__name__, value)
     if isinstance(value, (list, tuple)):
         return (type(value).__name__, *(structure(part) for part in value))
     if isinstance(value, dict):

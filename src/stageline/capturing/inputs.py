@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.capturing.torch_private import TreeSpec, tree_flatten_with_path
-from stageline.capturing.values import flatten, unflatten
+from stageline.capturing.values import SIMPLE, flatten, unflatten
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -36,7 +36,14 @@ class Arguments:
 
     def key(self) -> tuple[Any, ...]:
         """Return what a recording is bound to, whatever the sizes: types, dimensions, constants."""
-        return (self.spec, *(_leaf_key(leaf) for leaf in self.leaves))
+        first: dict[int, int] = {}
+        # Code may ask whether two arguments are one tensor.
+        same = tuple(
+            first.setdefault(id(leaf), place)
+            for place, leaf in enumerate(self.leaves)
+            if isinstance(leaf, Tensor)
+        )
+        return (self.spec, same, *(_leaf_key(leaf) for leaf in self.leaves))
 
     def sizes(self) -> tuple[Any, ...]:
         """Return the sizes of all tensors."""
@@ -59,9 +66,7 @@ class Arguments:
             if id(leaf) not in twins:
                 twin = leaf.detach().clone(memory_format=torch.preserve_format)
                 twins[id(leaf)] = twin.requires_grad_(leaf.requires_grad)
-                return twins[id(leaf)]
-            # The same tensor twice: an alias, so that each argument is a value of its own.
-            return twins[id(leaf)].view_as(leaf)
+            return twins[id(leaf)]
 
         return self.with_leaves([copy(leaf) for leaf in self.leaves])
 
@@ -85,11 +90,12 @@ def _leaf_key(leaf: Any) -> Any:
         return (Tensor, leaf.dtype, leaf.dim(), leaf.requires_grad, leaf.device.type)
     if type(leaf) in (int, float):
         return (type(leaf),)  # what the code decides by it, guards will say
-    try:
-        hash(leaf)
-    except TypeError:
-        return (type(leaf), id(leaf))
-    return (type(leaf), leaf)
+    if type(leaf) in SIMPLE:
+        return (type(leaf), leaf)
+    # An object: the same one, with the same plain values in it.
+    inside = getattr(leaf, "__dict__", {})
+    values = tuple((name, repr(v)) for name, v in inside.items() if type(v) in SIMPLE)
+    return (type(leaf), id(leaf), values)
 
 
 def leaf_names(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:

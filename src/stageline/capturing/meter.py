@@ -46,6 +46,8 @@ class Reading:
 class Meter(TorchDispatchMode):
     """Counts while it is active; ``take`` returns what came together since the last time."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self._reading = Reading()
@@ -58,6 +60,10 @@ class Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # below autograd it is not the model's doing
+            return self._measured(func, args, kwargs)
+
+    def _measured(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         reading = self._reading
         count = flop_registry.get(getattr(func, "_overloadpacket", func))

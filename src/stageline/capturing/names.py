@@ -29,6 +29,7 @@ class ModelNames:
         self._paths = {id(module): path for path, module in self.extra.items()}
         for path, module in self.modules.items():
             self._paths.setdefault(id(module), path)
+        self.order = {name: index for index, name in enumerate(_all_names(model))}
         self._tensors: dict[int, list[str]] = {}
         self._buffers: set[int] = set()
         for path, module in self.modules.items():
@@ -66,3 +67,13 @@ class ModelNames:
             if found is module:
                 return path
         return f"unregistered_{type(module).__name__}"
+
+
+def _all_names(model: nn.Module) -> list[str]:
+    """Return the names of all modules and tensors: what a module holds before its children."""
+    names = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        names.append(path)
+        names += [prefix + name for name in (*module._parameters.keys(), *module._buffers.keys())]
+    return names

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from stageline.capturing.places import where
 from stageline.capturing.recorder import Recorder
-from stageline.capturing.symbols import Flag
 from stageline.capturing.values import flatten
 from stageline.errors import CaptureError
 
@@ -37,6 +36,9 @@ def patched(recorder: Recorder) -> Iterator[None]:
             _vmap,
             _checkpoint,
             _python_random,
+            _grad_questions,
+            _enable_grad,
+            _saved_tensors_hooks,
         ):
             stack.enter_context(patch(recorder))
         yield
@@ -57,21 +59,22 @@ def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def _training_flag(recorder: Recorder) -> Iterator[None]:
-    """``self.training`` of an opened module follows train() and eval() also when it is replayed."""
+    """``self.training`` in opened code is a decision: train and eval are two recordings."""
 
     def read(module: nn.Module) -> Any:
         value = module.__dict__["training"]
         if not recorder.is_open or not isinstance(value, bool):
             return value
-        node = recorder.training_node(module)
-        if node is None:
-            return value
-        if recorder.symbolic_flags:
-            return Flag(recorder, node, value)
-        recorder.guard(node, value)
+        if not recorder.bindings.is_new(module):
+            recorder.guard(recorder.training_node(module), value)
         return value
 
     def write(module: nn.Module, value: Any) -> None:
+        if recorder.is_open and not recorder.bindings.is_new(module):
+            raise CaptureError(
+                f"{where()}: the code calls train() or eval() in forward, which would not reach "
+                "other stages: do it outside of the model"
+            )
         module.__dict__["training"] = value
 
     with _replaced(nn.Module, "training", property(read, write)):
@@ -86,7 +89,8 @@ def _attribute_writes(recorder: Recorder) -> Iterator[None]:
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
         if recorder.is_open and name != "training" and not recorder.bindings.is_new(module):
             old = getattr(module, name, _MISSING)
-            if not _is_harmless(old, value):
+            # transformers notes that it has installed the hooks that collect hidden states.
+            if not _is_harmless(old, value) and name != "_output_capturing_hooks_installed":
                 path = recorder.names.path_of(module)
                 raise CaptureError(
                     f"{where()}: the code stores a {type(value).__name__} in "
@@ -100,8 +104,7 @@ def _attribute_writes(recorder: Recorder) -> Iterator[None]:
 
 
 def _is_harmless(old: Any, new: Any) -> bool:
-    # A flag that is set on the first call: the second one would find it and do nothing.
-    if old is new or (old is _MISSING and isinstance(new, (bool, int, str, type(None)))):
+    if old is new:
         return True
     with torch._C.DisableTorchFunction():
         if isinstance(old, Tensor) and isinstance(new, Tensor):
@@ -164,9 +167,9 @@ def _custom_functions(recorder: Recorder) -> Iterator[None]:
         if not recorder.is_open:
             return original(cls, *args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
-            recorder.note_checkpoint()
             run, _, *inputs = args
-            return run(*inputs)
+            with _checkpointed(recorder):
+                return run(*inputs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return original(cls, *args, **kwargs)
@@ -201,11 +204,94 @@ def _checkpoint(recorder: Recorder) -> Iterator[None]:
     original = checkpoint._checkpoint_without_reentrant_generator
 
     def generator(*args: Any, **kwargs: Any) -> Any:
-        if recorder.is_open:
-            recorder.note_checkpoint()
-        return original(*args, **kwargs)
+        if not recorder.is_open:
+            yield from original(*args, **kwargs)
+            return
+        with _checkpointed(recorder):
+            yield from original(*args, **kwargs)
 
     with _replaced(checkpoint, "_checkpoint_without_reentrant_generator", generator):
+        yield
+
+
+@contextmanager
+def _checkpointed(recorder: Recorder) -> Iterator[None]:
+    """What runs twice in the plain model runs once in a replay: it must not change a buffer."""
+    recorder.note_checkpoint()
+    with torch._C.DisableTorchFunction():
+        before = [(buffer, buffer._version) for buffer in recorder.names.model.buffers()]
+    yield
+    with torch._C.DisableTorchFunction():
+        if any(buffer._version != version for buffer, version in before):
+            raise CaptureError(
+                f"{where()}: a buffer is changed inside a checkpoint, which runs twice: put the "
+                "checkpoint into a module that is not cut"
+            )
+
+
+@contextmanager
+def _grad_questions(recorder: Recorder) -> Iterator[None]:
+    """Code may decide by whether gradients are enabled: then each way is a recording."""
+
+    inference = torch.is_inference_mode_enabled
+
+    def refused() -> bool:
+        if recorder.is_open:
+            raise CaptureError(
+                f"{where()}: the code asks whether inference mode is on, which a recording cannot "
+                "follow: ask torch.is_grad_enabled()"
+            )
+        return inference()
+
+    def asked(original: Callable[[], bool]) -> Callable[[], bool]:
+        def question() -> bool:
+            recorder.asks_for_grad |= recorder.is_open
+            return original()
+
+        return question
+
+    with ExitStack() as stack:
+        asks = asked(torch.is_grad_enabled)
+        stack.enter_context(_replaced(torch, "is_grad_enabled", asks))
+        stack.enter_context(_replaced(torch, "is_inference_mode_enabled", refused))
+        yield
+
+
+@contextmanager
+def _enable_grad(recorder: Recorder) -> Iterator[None]:
+    """Gradients enabled where they are enabled anyway: only the scope itself shows it."""
+    kind = torch.enable_grad
+    enter, leave = kind.__enter__, kind.__exit__
+
+    def entering(self: Any) -> Any:
+        enter(self)
+        if recorder.is_open:
+            recorder.regions.num_enabled += 1
+            self._recorded = True
+
+    def leaving(self: Any, *error: Any) -> Any:
+        if self.__dict__.pop("_recorded", False):
+            recorder.regions.num_enabled -= 1
+        return leave(self, *error)
+
+    with _replaced(kind, "__enter__", entering), _replaced(kind, "__exit__", leaving):
+        yield
+
+
+@contextmanager
+def _saved_tensors_hooks(recorder: Recorder) -> Iterator[None]:
+    kind = torch.autograd.graph.saved_tensors_hooks
+    enter = kind.__enter__
+
+    def entering(self: Any) -> Any:
+        if recorder.is_open and type(self) in (kind, torch.autograd.graph.save_on_cpu):
+            raise CaptureError(
+                f"{where()}: the code sets hooks for saved tensors, which a stage would not have: "
+                "set them around the step, or in a module that is not cut"
+            )
+        return enter(self)
+
+    with _replaced(kind, "__enter__", entering):
         yield
 
 

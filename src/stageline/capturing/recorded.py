@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +25,7 @@ from stageline.capturing.staged import StagedModel, Variant
 from stageline.capturing.survey import Survey, survey
 from stageline.capturing.torch_private import storage_of
 from stageline.capturing.verifying import verify
-from stageline.errors import CaptureError
+from stageline.errors import CaptureError, ConfigError
 
 
 def capture(
@@ -46,6 +47,9 @@ def capture(
         args: The arguments of one call, as a batch of a few rows.
         kwargs: Its keyword arguments.
     """
+    faults = _argument_faults(model, args, kwargs)
+    if faults:
+        raise ConfigError("sl.capture", faults)
     names = ModelNames(model)
     arguments = Arguments.of(args, kwargs or {})
     graph = Graph(names, arguments, survey(model, *arguments.copied().unpacked()))
@@ -58,8 +62,19 @@ def capture(
     whole = graph.cut(())
     other = arguments.with_one_row_more()
     if other is not None:
-        verify(model, whole.run, other)
+        verify(model, lambda leaves: whole.run(*other.with_leaves(leaves).unpacked()), other)
     return graph
+
+
+def _argument_faults(model: object, args: object, kwargs: object) -> list[str]:
+    faults = []
+    if not isinstance(model, nn.Module):
+        faults.append(f"model: wanted a module, got {type(model).__name__}")
+    if not isinstance(args, (tuple, list)):
+        faults.append(f"args: wanted a tuple of arguments, got {type(args).__name__}: (x,)")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        faults.append(f"kwargs: wanted a dict, got {type(kwargs).__name__}")
+    return faults
 
 
 @dataclass(frozen=True)
@@ -104,7 +119,7 @@ class Graph(Cuttable):
         self.marks: Sequence[Mark] = tuple(self.recording.marks)
         self.findings = tuple(self.recording.findings)
         self.module_names = tuple(names.modules)
-        self.fingerprint = self.recording.fingerprint
+        self.fingerprint = _fingerprint(self.recording, names.model)
 
     @property
     def model(self) -> nn.Module:
@@ -214,13 +229,21 @@ class Graph(Cuttable):
 
         def record_again(arguments: Arguments) -> Variant:
             recording = record(self._names, arguments, opened, grad=torch.is_grad_enabled())
-            return Variant(recording, Cutter(recording), _places(recording, anchors))
+            variant = Variant(recording, Cutter(recording), _places(recording, anchors))
+            alone = StagedModel(variant, record_again, {})
+            verify(
+                self.model,
+                lambda leaves: alone.replay(variant.name, leaves),
+                arguments,
+                grad=recording.grad,
+            )
+            return variant
 
         first = Variant(self.recording, self._cutter, cuts)
         first.saw(self._arguments)
         modes = {path: self._names.module(path) for path in sorted(opened)}
         staged = StagedModel(first, record_again, modes)
-        verify(self.model, staged.run, self._arguments)
+        verify(self.model, lambda leaves: staged.replay(first.name, leaves), self._arguments)
         return staged
 
     def _anchor(self, place: int) -> _Anchor:
@@ -228,6 +251,12 @@ class Graph(Cuttable):
             if position == place:
                 return anchor
         raise CaptureError(f"position {place} lies at no call of a module and at no mark")
+
+
+def _fingerprint(recording: Recording, model: nn.Module) -> str:
+    """Return a digest of what the model does and of the shapes of its parameters."""
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    return sha256(f"{recording.fingerprint} {shapes}".encode()).hexdigest()[:16]
 
 
 def _ways(names: ModelNames, paths: Sequence[str]) -> frozenset[str]:

@@ -50,19 +50,17 @@ class Recorder(TorchFunctionMode):
         regions: Which no_grad and autocast regions are entered.
     """
 
-    def __init__(
-        self, names: ModelNames, opened: frozenset[str], *, symbolic_flags: bool = True
-    ) -> None:
+    def __init__(self, names: ModelNames, opened: frozenset[str]) -> None:
         super().__init__()
         self.graph = FxGraph()
         self.names = names
         self.opened = opened
-        self.symbolic_flags = symbolic_flags
         self.calls: list[Call] = []
         self.marks = MarkLog(names.model, position=self.position)
         self.hidden_marks: list[str] = []
         self.asks_for_grad = False
         self.checkpoints: list[str] = []
+        self.failures: list[str] = []
         self.random_state: Callable[[], Any] = lambda: None
         self.meter: Meter | None = None
         self.regions = Regions()
@@ -116,11 +114,20 @@ class Recorder(TorchFunctionMode):
         before = self.bindings.versions((args, kwargs))
         fx_args, fx_kwargs = self.to_nodes(args), self.to_nodes(kwargs)
         real_args, real_kwargs = self.bindings.real((args, kwargs))
-        with self.unrecorded(name):
+        with self.unrecorded(name), self._noting_failure():
             result = func(*real_args, **real_kwargs)
         node = self.emit(*calls.spelled(func, fx_args), fx_kwargs)
         self.bindings.note_mutations(node, before)
         return self._bound_result(node, result, before)
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """An error that the code catches is a decision that no guard could check."""
+        try:
+            yield
+        except Exception:
+            self.failures.append(where())
+            raise
 
     def call_opaque(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         """Run a Python function unrecorded, as one node: a custom autograd function, a vmap."""
@@ -163,6 +170,11 @@ class Recorder(TorchFunctionMode):
         leaves, spec = flatten(result)
         if len(leaves) == 1 and leaves[0] is result:
             return self._bound_leaf(node, result, before)
+        if type(result) in (tuple, list) and node.op != "call_module":
+            # How many parts unbind, split and the like give depends on sizes.
+            count = self.pure(calls.length, node)
+            count.meta["number"] = True
+            self.guard(count, len(result))
         bound = [
             self._bound_leaf(self._reach(node, path), leaf, before)
             if not isinstance(leaf, _FIXED)
@@ -211,6 +223,7 @@ class Recorder(TorchFunctionMode):
     # -- symbols and guards
 
     def compute(self, function: Callable[..., Any], *operands: Any) -> Any:
+        self.refuse_hidden_number()
         value = function(*(plain(operand) for operand in operands))
         nodes = [operand.fx_node if is_symbol(operand) else operand for operand in operands]
         node = self.pure(function, *nodes)
@@ -222,7 +235,17 @@ class Recorder(TorchFunctionMode):
     def decide(self, symbol: Any, outcome: Any) -> Any:
         if self.is_open:
             self.guard(symbol.fx_node, outcome)
+        else:
+            self.refuse_hidden_number()
         return outcome
+
+    def refuse_hidden_number(self) -> None:
+        """Raise if a module that is not opened came to a number by another way than its call."""
+        if self.inside and threading.get_ident() == self._thread:
+            raise CaptureError(
+                f"{where()}: a module that is not opened uses a number of this run that it was not "
+                "given as an argument: pass it"
+            )
 
     def guard(self, node: Node, outcome: Any) -> None:
         key = (node, repr(outcome))
@@ -305,17 +328,14 @@ class Recorder(TorchFunctionMode):
                 )
             node = self.emit("call_module", path, fx_args, fx_kwargs)
             self.bindings.note_mutations(node, before)
-            if not isinstance(result, Tensor):
-                self.emit("call_function", check_structure, (node, structure(result), where()), {})
+            self.emit("call_function", check_structure, (node, structure(result), where()), {})
             return self._bound_result(node, result, before)
 
     # -- what opened code must not do, or does without a trace
 
-    def training_node(self, module: nn.Module) -> Node | None:
-        """Return the node that reads an opened module's training flag."""
+    def training_node(self, module: nn.Module) -> Node:
+        """Return the node that reads a module's training flag."""
         path = self.names.path_of(module)
-        if path not in self.opened:
-            return None
         key = ("training", path)
         node = self._pure.get(key)
         if node is None:

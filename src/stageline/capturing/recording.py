@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,8 +28,12 @@ from stageline.capturing.snapshot import preserved
 from stageline.capturing.symbols import symbol
 from stageline.capturing.torch_private import TreeSpec
 from stageline.capturing.values import flatten
+from stageline.capturing.watching import Watch
 from stageline.errors import CaptureError, StagelineError
 
+_one_at_a_time = threading.RLock()  # the patches of a recording belong to the whole process
+# What image models of the transformers library find out on their first call.
+_FIRST_CALL = ("config.problem_type",)
 _OUTPUT_HOOKS = "transformers.utils.output_capturing"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -48,6 +53,7 @@ class Recording:
         names: The names of the model.
         opened: The modules that were recorded inside.
         key: What arguments must be for it, whatever their sizes.
+        grad: Whether gradients were enabled around the model.
         checkpoints: Where opened code asked for activation checkpointing.
         asks_for_grad: Whether the code asked if some value requires a gradient.
         findings: What is wrong with the marks.
@@ -69,6 +75,7 @@ class Recording:
     asks_for_grad: bool
     findings: list[str]
     input_names: list[str]
+    grad: bool
     fingerprint: str = field(default="")
 
     @property
@@ -85,7 +92,8 @@ def record(
     """
     while True:
         try:
-            recorder, recording = _record_once(names, arguments, opened, grad)
+            with _one_at_a_time:
+                recorder, recording = _record_once(names, arguments, opened, grad)
             if not recorder.hidden_marks:
                 return recording
             needed = _way_to(names, recorder.hidden_marks)
@@ -110,22 +118,18 @@ def _record_once(
     names.refresh()
     model = names.model
     _check_openable(names, opened)
-    symbolic_flags, metered = True, True
+    metered = True
     while True:
-        recorder = Recorder(names, opened, symbolic_flags=symbolic_flags)
+        recorder = Recorder(names, opened)
         try:
             output, inputs = _run(recorder, model, arguments, grad=grad, metered=metered)
-            return recorder, _finished(recorder, arguments, inputs, output)
+            return recorder, _finished(recorder, arguments, inputs, output, grad)
         except StagelineError:
             raise
         except Exception as error:
-            # Torch's own functions take plain flags only; and not every operation can be measured.
-            if symbolic_flags and isinstance(error, TypeError) and "not Flag" in str(error):
-                symbolic_flags = False
-            elif metered and "HigherOrderOperator" in str(error):
-                metered = False
-            else:
+            if not metered or "HigherOrderOperator" not in str(error):
                 raise _unrecordable(error) from error
+            metered = False  # not every operation can be measured
         finally:
             recorder.bindings.forget()
 
@@ -157,10 +161,22 @@ def _run(
             recorder.meter = stack.enter_context(Meter())
         stack.enter_context(recorder)
         recorder.check_random(is_new=True)
+        watch = Watch({path: recorder.names.module(path) for path in recorder.opened})
         output = model(*args, **kwargs)
         recorder.check_random()
-        output = _returned(recorder, output)
+        output = _returned(recorder, output, wants_cache=bool(kwargs.get("use_cache")))
+        with torch._C.DisableTorchFunction():
+            _refuse_altered(watch)
     return output, inputs
+
+
+def _refuse_altered(watch: Watch) -> None:
+    altered = [name for name in watch.altered() if not name.endswith(_FIRST_CALL)]
+    if altered:
+        raise CaptureError(
+            f"the code changes {altered[0]} in forward, which a stage would not do: keep such a "
+            "state in a buffer that is changed in place, in a module that is not cut, or outside"
+        )
 
 
 def without_cache(model: nn.Module, kwargs: Any) -> dict[str, Any]:
@@ -198,19 +214,35 @@ def _place_inputs(recorder: Recorder, arguments: Arguments) -> tuple[dict[int, N
     return inputs, arguments.with_leaves(leaves)
 
 
-def _returned(recorder: Recorder, output: Any) -> tuple[list[Any], TreeSpec]:
+def _returned(recorder: Recorder, output: Any, *, wants_cache: bool) -> tuple[list[Any], TreeSpec]:
     """Return the leaves of a result as the graph states them."""
     with torch._C.DisableTorchFunction():
         leaves, spec = flatten(output)
-        # A cache would be that of the last stage alone.
-        kept = [None if is_cache(leaf) else leaf for leaf in leaves]
-        return [recorder.to_nodes(leaf) for leaf in kept], spec
+        if wants_cache and any(map(is_cache, leaves)):
+            raise CaptureError(
+                "use_cache=True: a cache is filled layer by layer, and stages cannot hand it on: "
+                "leave use_cache out, or pass use_cache=False"
+            )
+        return [_result_leaf(recorder, leaf) for leaf in leaves], spec
+
+
+def _result_leaf(recorder: Recorder, leaf: Any) -> Any:
+    if is_cache(leaf):  # it would be that of the last stage alone
+        return None
+    if isinstance(leaf, torch.Size):
+        return recorder.pure(torch.Size, recorder.to_nodes(leaf))
+    return recorder.to_nodes(leaf)
 
 
 def _finished(
-    recorder: Recorder, arguments: Arguments, inputs: dict[int, Node], output: Any
+    recorder: Recorder, arguments: Arguments, inputs: dict[int, Node], output: Any, grad: bool
 ) -> Recording:
     leaves, spec = output
+    if recorder.failures:
+        raise CaptureError(
+            f"{recorder.failures[0]}: the code tries something, catches its error and goes on, "
+            "which no recording can check: ask first, or move this into a module that is not cut"
+        )
     recorder.marks.finish(recorder.position())
     args, kwargs = arguments.unpacked()
     return Recording(
@@ -228,6 +260,7 @@ def _finished(
         asks_for_grad=recorder.asks_for_grad,
         findings=recorder.marks.findings,
         input_names=leaf_names(recorder.names.model, args, kwargs),
+        grad=grad,
         fingerprint=_fingerprint(recorder, leaves),
     )
 

@@ -30,6 +30,7 @@ class Regions:
 
     def __init__(self) -> None:
         self._ambient_grad = torch.is_grad_enabled()
+        self.num_enabled = 0  # scopes of enable_grad
         self._autocast: list[tuple[str, torch.dtype | None, bool, bool | None]] = []
 
     def begin(self) -> None:
@@ -37,8 +38,9 @@ class Regions:
         self._ambient_grad = torch.is_grad_enabled()
 
     def current(self) -> Region:
-        grad = torch.is_grad_enabled()
-        return Region(None if grad == self._ambient_grad else grad, tuple(self._autocast))
+        grad = torch._C.is_grad_enabled()
+        is_ambient = grad == self._ambient_grad and not (grad and self.num_enabled)
+        return Region(None if is_ambient else grad, tuple(self._autocast))
 
     def enter_autocast(self, autocast: Any) -> None:
         cache = getattr(autocast, "_cache_enabled", None)

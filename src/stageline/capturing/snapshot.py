@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from stageline.capturing.contents import Dict, Keeper, TensorData, is_plain, keeper_of
 from stageline.capturing.randomness import kept_randomness
+from stageline.capturing.writes import KeptParameters
 
 _DEEPEST = 5  # steps from a module to an object that it holds
 _LONGEST = 10_000  # a longer list holds data: it is kept, but not what is in it
@@ -60,6 +61,9 @@ def preserved(model: nn.Module, *others: Any) -> Iterator[Snapshot]:
         snapshot = Snapshot(model, *others)
         last_first.callback(snapshot.restore)
         _set_gradients((parameter, None) for parameter, _ in gradients)
+        written = KeptParameters(model)
+        last_first.callback(written.restore)
+        last_first.enter_context(written)
         yield snapshot
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,6 +33,7 @@ class Mode:
         return self
 
 
+_CHECK = re.compile(r"\s+check\w* = stageline_capturing_guards_check|\s*# To see more debug info")
 TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
@@ -43,10 +45,12 @@ class Parts(nn.Module):
 
     def place(self, recording: Recording, names: Iterable[str]) -> None:
         """Take in what some code names."""
-        # Modules before the parameters inside them, shorter names before those they contain.
+        # Modules before the parameters inside them, and all in the model's own order, which is
+        # the order in which an optimizer numbers them.
+        order = recording.names.order
         found = {
             name: attribute_of(recording, name)
-            for name in sorted(names, key=lambda name: (name.count("."), name))
+            for name in sorted(names, key=lambda name: order.get(name, len(order)))
         }
         for is_module in (True, False):
             for name, value in found.items():
@@ -105,6 +109,12 @@ class StageModule(GraphModule):
             opened.set(mode)
         return self
 
+    def __str__(self) -> str:
+        """Return modules and code, without the checks that only the machine needs."""
+        code = [line for line in self.code.strip().splitlines() if not _CHECK.match(line)]
+        text = "\n".join(code).rstrip().replace("stageline_capturing_calls_", "")
+        return f"{nn.Module.__repr__(self)}\n\n{text}"
+
     def on(self, parts: Parts) -> StageModule:
         """Return the same code on other parts."""
         constants = {name: value for name, value in vars(self).items() if _is_constant(name)}
@@ -122,7 +132,10 @@ def _is_constant(name: str) -> bool:
 
 def build(recording: Recording, parts: Parts, code: StageCode, index: int) -> StageModule:
     """Return the module that runs the code of a stage, on the parts of that stage."""
-    parts.place(recording, code.attributes)
+    renamed = _own_constants(recording, parts, code)
+    parts.place(recording, [name for name in code.attributes if name not in renamed])
+    for name, own in renamed.items():
+        parts.register_buffer(own, recording.constants[name], persistent=False)
     modes = {path: Mode(recording.names.module(path)) for path in code.opened}
     names = {path: f"mode_{path.replace('.', '_')}" for path in code.opened}
     constants: dict[str, Any] = {names[path]: mode for path, mode in modes.items()}
@@ -131,8 +144,26 @@ def build(recording: Recording, parts: Parts, code: StageCode, index: int) -> St
         for name in code.attributes
         if name in recording.constants and not isinstance(recording.constants[name], Tensor)
     }
+    for node in code.graph.nodes:
+        if node.op == "get_attr" and node.target in renamed:
+            node.target = renamed[node.target]
     graph = _with_modes(code.graph, names)
     return _module(parts, graph, tuple(modes.values()), constants, f"Stage{index}")
+
+
+def _own_constants(recording: Recording, parts: Parts, code: StageCode) -> dict[str, str]:
+    """Return other names for constants whose own name means another one in an earlier recording."""
+    return {
+        name: f"{name}_{recording.fingerprint}"
+        for name in code.attributes
+        if isinstance(recording.constants.get(name), Tensor)
+        and not _is_free(parts, name, recording.constants[name])
+    }
+
+
+def _is_free(parts: Parts, name: str, value: Any) -> bool:
+    there = getattr(parts, name, None)
+    return there is None or there is value
 
 
 def _module(

@@ -27,6 +27,7 @@ from stageline.capturing.recording import Recording
 from stageline.capturing.regions import end_region
 from stageline.capturing.stage import TABLES, Parts, StageModule, build
 from stageline.capturing.values import unflatten
+from stageline.capturing.watching import Watch
 from stageline.errors import CaptureError
 
 MOST_VARIANTS = 64
@@ -49,7 +50,37 @@ class Variant:
         # A guard on a number that only a stage knows might fail for other sizes than those seen.
         self._any_size = not depends.has_guards_on_sizes()
         self._seen: set[Any] = set()
-        self._grad = torch.is_grad_enabled() if recording.asks_for_grad else None
+        self._grad = recording.grad if recording.asks_for_grad else None
+        self.watch_again()
+
+    def is_like(self, other: Variant) -> bool:
+        """Whether two recordings are one: the same code for the same arguments."""
+        mine, theirs = self.recording, other.recording
+        if mine.fingerprint != theirs.fingerprint or mine.key != theirs.key:
+            return False
+        values = zip(mine.constants.values(), theirs.constants.values(), strict=True)
+        return all(
+            one is another or (not isinstance(one, Tensor) and bool(one == another))
+            for one, another in values
+        )
+
+    def watch_again(self) -> None:
+        """Take the attributes of opened modules as they are now."""
+        names = self.recording.names
+        self._watch = Watch({path: names.module(path) for path in self.recording.opened})
+
+    def is_current(self) -> bool:
+        """Whether opened modules still keep the numbers that were recorded."""
+        return not self._watch.changed()
+
+    def check_model(self) -> None:
+        """Raise if something in an opened module was replaced."""
+        replaced = self._watch.replaced()
+        if replaced:
+            raise CaptureError(
+                f"{replaced[0]} of {type(self.recording.names.model).__name__} was replaced since "
+                "the model was captured: capture it again"
+            )
 
     def fits(self, key: tuple[Any, ...], arguments: Arguments) -> bool:
         """Whether a call with these arguments would do what was recorded."""
@@ -100,6 +131,7 @@ def _guard_code(recording: Recording, cutter: Cutter) -> tuple[StageModule, tupl
         attributes=attributes,
         opened=opened,
         has_regions=False,
+        changes=(),
     )
     return build(recording, Parts(), code, 0), code.inputs
 
@@ -201,6 +233,7 @@ class _Wiring:
             (True, places[value]) if value in places else (False, inputs[value])
             for value in self.code.uses
         ]
+        self._changes = [places[value] for value in self.code.changes if value in places]
         made = {value: index for index, value in enumerate(self.code.makes)}
         self._carries: list[tuple[int, int]] = []
         for value in self.code.carries:
@@ -217,6 +250,9 @@ class _Wiring:
         return _Wiring(variant, index, self.module.on(parts), is_plain, is_last)
 
     def run(self, values: Sequence[Any], leaves: Sequence[Any]) -> Any:
+        if self._changes:
+            # Changed in place here: the stage before may have kept it for its backward.
+            values = [v.clone() if i in self._changes else v for i, v in enumerate(values)]
         used = [values[i] if sent else leaves[i] for sent, i in self._uses]
         used += [leaves[i] for i in self.code.inputs]
         if self.code.has_regions:
@@ -251,14 +287,20 @@ class StagedModel:
         modes: Mapping[str, nn.Module],
     ) -> None:
         self.variants: list[Variant] = []
+        self._current: list[Variant] = []
         count = len(first.codes)
         self.held = {index: VariantStage(index, count) for index in range(count)}
         self.modes = modes
         self._record = record
         self._lock = threading.Lock()
         self._add(first)
+        self._current.append(first)
 
     def _add(self, variant: Variant) -> None:
+        taken = [other.recording.fingerprint for other in self.variants]
+        count = taken.count(variant.recording.fingerprint)
+        if count:  # the same code on other constants, or for other arguments
+            variant.name = f"{variant.recording.fingerprint}.{count}"
         for stage in self.held.values():
             stage.add(variant)
         self.variants.append(variant)
@@ -268,6 +310,7 @@ class StagedModel:
         twin = copy.copy(self)
         twin.held = dict(stages)
         twin.variants = list(self.variants)
+        twin._current = list(self._current)
         twin._lock = threading.Lock()
         return twin
 
@@ -280,16 +323,26 @@ class StagedModel:
         """Return which recording a call follows, and the leaves of its arguments."""
         arguments = Arguments.of(args, kwargs)
         key = (*arguments.key(), *ambient_key())
-        for variant in self.variants:
+        for variant in self._current:
             if variant.fits(key, arguments):
                 return variant.name, arguments.leaves
         with self._lock:
             return self._recorded(arguments), arguments.leaves
 
+    def look_at_model(self) -> None:
+        """See which recordings still hold: once before a batch is run."""
+        self.variants[0].check_model()
+        self._current = [variant for variant in self.variants if variant.is_current()]
+
+    def watch_again(self) -> None:
+        """Take the model as it is now: its tensors have been made real, or moved."""
+        for variant in self.variants:
+            variant.watch_again()
+
     def _recorded(self, arguments: Arguments) -> str:
         fresh = self._record(arguments)
-        for variant in self.variants:
-            if variant.name == fresh.name and variant.recording.key == fresh.recording.key:
+        for variant in self._current:
+            if variant.is_like(fresh):
                 variant.saw(arguments)
                 return variant.name
         if len(self.variants) >= MOST_VARIANTS:
@@ -299,11 +352,22 @@ class StagedModel:
             )
         fresh.saw(arguments)
         self._add(fresh)
+        self._current.append(fresh)
         return fresh.name
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run all stages one after the other: what the plain model gives."""
+        if any(p.is_meta for stage in self.held.values() for p in stage.parameters()):
+            raise CaptureError(
+                "the model is on meta, so there is nothing to compute with: make it real first, or "
+                "build a Pipeline, which makes each stage real"
+            )
+        self.look_at_model()
         variant, leaves = self.choose(args, kwargs)
+        return self.replay(variant, leaves)
+
+    def replay(self, variant: str, leaves: Sequence[Any]) -> Any:
+        """Run all stages as one recording says."""
         value: Any = None
         for _, stage in sorted(self.held.items()):
             value = stage(value, leaves, variant)

@@ -14,12 +14,12 @@ from stageline.capturing.inputs import Arguments
 from stageline.capturing.recording import without_cache
 from stageline.capturing.snapshot import preserved
 from stageline.capturing.torch_private import tree_flatten_with_path
-from stageline.errors import CaptureError
+from stageline.errors import CaptureError, StagelineError
 
-Call = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Replay = Callable[[list[Any]], Any]
 
 
-def verify(model: nn.Module, replay: Call, arguments: Arguments) -> None:
+def verify(model: nn.Module, replay: Replay, arguments: Arguments, *, grad: bool = True) -> None:
     """Raise unless a replay gives what the model gives, on these arguments.
 
     Random numbers are drawn from the same state in both; the model is left as it was.
@@ -27,23 +27,35 @@ def verify(model: nn.Module, replay: Call, arguments: Arguments) -> None:
     tensors = (*model.parameters(), *model.buffers())
     if any(tensor.is_meta for tensor in tensors):
         return  # nothing can be computed, so nothing can be compared
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
         wanted = _plain(model, arguments)
         if wanted is None:
             return
         with preserved(model):
             try:
-                found = replay(*arguments.copied().unpacked())
+                found = replay(arguments.copied().leaves)
             except GuardFailed:
                 return  # the code decides otherwise for these: another recording, not a wrong one
+            except StagelineError:
+                raise
+            except Exception as error:
+                raise CaptureError(
+                    f"{type(model).__name__} was recorded, but replaying it fails where the model "
+                    f"itself does not: {type(error).__name__}: {error}. {_WAY_OUT}"
+                ) from error
     differences = _differences(found, wanted)
     if differences:
         raise CaptureError(
             f"{type(model).__name__} was recorded, but replaying it gives something else than the "
-            f"model itself: {differences}. Its code does something that cannot be seen (it keeps "
-            "values between calls, or asks for the exact type of a number): move that code into a "
-            "module that is not cut"
+            f"model itself: {differences}. {_WAY_OUT}"
         )
+
+
+_WAY_OUT = (
+    "Its code does something that cannot be seen (it keeps values between calls, draws random "
+    "numbers elsewhere, or asks for the exact type of a number): move that code into a module "
+    "that is not cut"
+)
 
 
 def _plain(model: nn.Module, arguments: Arguments) -> Any:
@@ -68,6 +80,10 @@ def _differences(found: Any, wanted: Any) -> str:
             return f"{where} is a {type(one).__name__} instead of a {type(other).__name__}"
         if isinstance(one, Tensor) and not same_value(one.detach(), other.detach()):
             return f"{where} differs"
+        if isinstance(one, Tensor) and one.requires_grad != other.requires_grad:
+            return (
+                f"{where} has lost its gradient" if other.requires_grad else f"{where} gained one"
+            )
         if not isinstance(one, Tensor) and not _same(one, other):
             return f"{where} is {one!r} instead of {other!r}"
     return ""

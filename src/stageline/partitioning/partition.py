@@ -45,7 +45,7 @@ def partition(
     """
     limit = read_bytes(memory_limit)
     faults = [*_graph_faults(graph), *splits.find_faults(split)]
-    faults += _option_faults(balance, memory_limit, ranks)
+    faults += option_faults(balance, memory_limit, ranks)
     if faults:
         raise ConfigError("sl.partition", faults)
     paths = splits.paths_wanted(split)
@@ -79,7 +79,8 @@ def _graph_faults(graph: Any) -> list[str]:
     return [f"graph: wanted what sl.capture(model, args) returns, got {got}"]
 
 
-def _option_faults(balance: object, memory_limit: object, ranks: object) -> list[str]:
+def option_faults(balance: object, memory_limit: object, ranks: object) -> list[str]:
+    """Return what is wrong with options, whatever the model."""
     faults = []
     if balance not in BALANCES:
         wanted = ", ".join(repr(name) for name in BALANCES)

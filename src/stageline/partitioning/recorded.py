@@ -12,7 +12,8 @@ from stageline.capturing.recorded import Graph, capture
 from stageline.capturing.staged import StagedModel, VariantStage
 from stageline.errors import ConfigError
 from stageline.partitioning import splits
-from stageline.partitioning.partition import partition
+from stageline.partitioning.amounts import read_bytes
+from stageline.partitioning.partition import option_faults, partition
 from stageline.partitioning.plan import Plan
 from stageline.partitioning.sources import StageSource, cut_model, is_chain
 from stageline.partitioning.weighing import Balance
@@ -26,6 +27,7 @@ class Example:
     kwargs: Any = None
     balance: Balance = "time"
     memory_limit: int | str | None = None
+    ranks: int | None = None
 
     @property
     def is_given(self) -> bool:
@@ -42,7 +44,7 @@ class Example:
         if self.kwargs is not None and not isinstance(self.kwargs, Mapping):
             got = type(self.kwargs).__name__
             faults.append(f"example_kwargs: wanted a dict of keyword arguments, got {got}")
-        return faults
+        return faults + option_faults(self.balance, self.memory_limit, None)
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,13 @@ def cut_any(model: object, split: object, example: Example) -> tuple[CutModel, l
     if faults:
         return CutModel(), [*faults, *splits.find_faults(split)]
     if not isinstance(model, nn.Module) or is_chain(model) or not example.is_given:
-        sources, faults = cut_model(model, split)
+        sources, faults = cut_model(
+            model,
+            split,
+            balance=example.balance,
+            memory_limit=read_bytes(example.memory_limit),
+            ranks=example.ranks,
+        )
         if not faults or not example.is_given or not isinstance(model, nn.Module):
             whole = model if isinstance(model, nn.Module) else None
             return CutModel(sources, model=whole), faults
@@ -89,6 +97,7 @@ def cut_any(model: object, split: object, example: Example) -> tuple[CutModel, l
             split,  # type: ignore[arg-type]  # find_faults has looked at it
             balance=example.balance,
             memory_limit=example.memory_limit,
+            ranks=example.ranks if example.memory_limit is not None else None,
         )
     except ConfigError as error:
         return CutModel(), list(error.findings)

@@ -15,6 +15,7 @@ from stageline.capturing.marks import CutPoint
 from stageline.capturing.naming import named_everywhere
 from stageline.capturing.sequential import Chain, has_hooks, is_plain_sequential, own_tensors
 from stageline.partitioning import splits
+from stageline.partitioning.weighing import Balance
 
 StageLike = nn.Module | Callable[..., Any]
 
@@ -41,7 +42,14 @@ def is_chain(model: object) -> bool:
     return isinstance(model, nn.Module) and is_plain_sequential(model) and len(model) > 0  # type: ignore[arg-type]  # a Sequential
 
 
-def cut_model(model: object, split: object) -> tuple[list[StageSource], list[str]]:
+def cut_model(
+    model: object,
+    split: object,
+    *,
+    balance: Balance = "time",
+    memory_limit: int | None = None,
+    ranks: int | None = None,
+) -> tuple[list[StageSource], list[str]]:
     """Cut a Sequential as the user said; return its stages and what is wrong."""
     faults = [*_model_faults(model), *splits.find_faults(split)]
     if faults:
@@ -54,7 +62,9 @@ def cut_model(model: object, split: object) -> tuple[list[StageSource], list[str
         faults.append("model: it has no children but CutPoints")
     if faults:
         return [], faults
-    cuts, faults = splits.resolve(chain, split)
+    cuts, faults = splits.resolve(
+        chain, split, balance=balance, memory_limit=memory_limit, num_ranks=ranks
+    )
     if faults:
         return [], faults
     ends = [0, *cuts, chain.num_nodes]

@@ -108,6 +108,8 @@ def materialise(cut: CutModel, parts: Parts, init_stage: InitStage | None, what:
     faults = make_real(cut.model, here, others, parts.device_of, init_stage)
     if faults:
         raise ConfigError(what, faults)
+    if cut.staged is not None:
+        cut.staged.watch_again()
     return True
 
 

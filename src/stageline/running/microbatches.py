@@ -1,8 +1,7 @@
 """The microbatch contract: how a batch is split, and outputs are merged.
 
-    batch of n = 10 rows, num_microbatches = 4        ->  rows 3 3 2 2   (as torch.tensor_split
-    cuts) batch of n = 2 rows,  num_microbatches = 4        ->  rows 1 1       (never an empty
-    microbatch)
+    batch of 10 rows, num_microbatches = 4   ->  rows 3 3 2 2   (as torch.tensor_split cuts)
+    batch of  2 rows, num_microbatches = 4   ->  rows 1 1       (never an empty microbatch)
 
 A leaf whose batch dimension (0, unless ``batch_dims`` says otherwise) has the size of the batch is
 split; plain Python values, 0-dimensional tensors and leaves under ``sl.replicate`` go whole to
@@ -389,5 +388,14 @@ def _merge_leaf(leaves: tuple[Any, ...], sizes: Sequence[int], dim: int | None) 
         isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim() and leaf.shape[dim] == size
         for leaf, size in zip(leaves, sizes, strict=True)
     ):
-        return leaves[0] if len(leaves) == 1 else torch.cat(leaves, dim)
+        if len(leaves) == 1:
+            return leaves[0]
+        # Rows against rows, as in a contrastive loss, have no common shape.
+        if len({_other_sizes(leaf, dim) for leaf in leaves}) == 1:
+            return torch.cat(leaves, dim)
     return PerMicrobatch(leaves)
+
+
+def _other_sizes(leaf: Tensor, dim: int) -> tuple[int, ...]:
+    dim %= leaf.dim()
+    return (*leaf.shape[:dim], *leaf.shape[dim + 1 :])

@@ -53,6 +53,7 @@ class Recordings:
 
     def choose(self, batch: Microbatches, *, builds_graph: bool) -> list[Chosen]:
         """Return what each microbatch follows; record what was not seen before."""
+        self._staged.look_at_model()
         # As it will run: a model may decide by whether gradients are asked for.
         with torch.set_grad_enabled(builds_graph):
             return [self._chosen(batch, index, builds_graph) for index in range(batch.count)]
