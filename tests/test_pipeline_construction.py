@@ -96,7 +96,6 @@ NOT_A_MODEL: dict[str, tuple[Callable[[], object], str]] = {
         lambda: build(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4))),
         r"(?i)0.*(lazy|uninitialized)",
     ),
-    "on meta": (lambda: build(mlp().to("meta")), r"(?i)meta.*(to_empty|materiali[sz]e)"),
     "views of one weight in two stages": (
         lambda: build(transposed()),
         r"weight of 4 x 4 is held by stage 0 as 0.weight and by stage 1 as 2.weight, but these are "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -199,6 +200,7 @@ class Pipeline:
         self.training = True
         ties = assembly.tie(shared, parts)
         names = all_names(sources, shared, parts.stages_here, cut.aliases, cut.first_names)
+        names = replace(names, order=cut.order())
         self._stages = assembly.hold(sources, parts, ties, settings.wrap_stage, what, names)
         self.plan = assembly.describe(cut, self._stages, parts)
         self.devices = tuple(parts.devices)

@@ -67,6 +67,12 @@ class CutModel:
     plan: Plan | None = None
     model: nn.Module | None = None
 
+    def order(self) -> dict[str, int]:
+        """Return where each parameter stands in the model, if that is known."""
+        if self.model is None:
+            return {}
+        return {name: index for index, (name, _) in enumerate(self.model.named_parameters())}
+
 
 def cut_any(model: object, split: object, example: Example) -> tuple[CutModel, list[str]]:
     """Cut a model as the user said; return its stages and what is wrong.

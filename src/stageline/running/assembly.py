@@ -153,6 +153,7 @@ def hold(
         aliases=names.aliases,
         first_names=names.first,
         shadows=tuple(ties.shadows),
+        order=names.order,
     )
 
 

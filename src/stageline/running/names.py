@@ -17,11 +17,13 @@ class Names:
         aliases: Other names of a tensor that is held here, each with the name it is held under.
         first: Names held here, each with the first name of the tensor in the model.
         elsewhere: Other names of tensors that only other processes hold.
+        order: Where in the model each parameter stands, if the whole model is known.
     """
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     first: Mapping[str, str] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
+    order: Mapping[str, int] = field(default_factory=dict)
 
 
 def all_names(

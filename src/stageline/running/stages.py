@@ -72,6 +72,7 @@ class HeldStages:
         aliases: Other names of what is held here, each with the name under which a stage holds it.
         first_names: The first name in the model of a parameter that is held under a later one.
         shadows: Copies of tied tensors; they stand for another one that is held here too.
+        order: Where in the model each parameter stands, if the whole model is known.
     """
 
     stages: tuple[HeldStage, ...]
@@ -80,14 +81,20 @@ class HeldStages:
     aliases: Mapping[str, str] = field(default_factory=dict)
     first_names: Mapping[str, str] = field(default_factory=dict)
     shadows: tuple[Tensor, ...] = ()
+    order: Mapping[str, int] = field(default_factory=dict)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each once, in the model's own order: optimizers number them by it."""
         seen = {id(shadow) for shadow in self.shadows}
+        found = {}
         for stage in self.stages:
             for name, parameter in stage.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield self.first_names.get(name, name), parameter
+                    found[self.first_names.get(name, name)] = parameter
+        yield from sorted(
+            found.items(), key=lambda entry: self.order.get(entry[0], len(self.order))
+        )
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         seen = {id(shadow) for shadow in self.shadows}
