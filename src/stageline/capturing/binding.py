@@ -290,14 +290,14 @@ class Bindings:
         for tensor, version in before.values():
             if version_of(tensor) == version:
                 continue
-            names = self._recorder.names.tensor_names(tensor)
-            if names and not self._recorder.names.is_buffer(tensor):
-                raise CaptureError(
-                    f"{where()}: the parameter {names[0]} is changed in place in opened code: move "
-                    "this into a module of its own that is not cut"
-                )
             with torch._C.DisableTorchFunction():
                 storage = storage_of(tensor)
+            name = self._recorder.names.parameter_in(storage)
+            if name is not None:
+                raise CaptureError(
+                    f"{where()}: the parameter {name} is changed in place in opened code: move "
+                    "this into a module of its own that is not cut"
+                )
             node.meta.setdefault("mutates", []).append(storage)
             self._mutators.setdefault(storage, []).append(node)
 

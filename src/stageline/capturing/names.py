@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from stageline.capturing.naming import named_everywhere
+from stageline.capturing.torch_private import storage_of
 
 
 class ModelNames:
@@ -29,9 +31,13 @@ class ModelNames:
         self._paths = {id(module): path for path, module in self.extra.items()}
         for path, module in self.modules.items():
             self._paths.setdefault(id(module), path)
+        self._storages = {
+            storage_of(parameter): name
+            for name, parameter in model.named_parameters()
+            if not is_lazy(parameter)
+        }
         self.order = {name: index for index, name in enumerate(_all_names(model))}
         self._tensors: dict[int, list[str]] = {}
-        self._buffers: set[int] = set()
         for path, module in self.modules.items():
             if self._paths[id(module)] != path:
                 continue
@@ -39,7 +45,6 @@ class ModelNames:
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     self._tensors.setdefault(id(tensor), []).append(prefix + name)
-            self._buffers |= {id(b) for b in module._buffers.values() if b is not None}
 
     def path_of(self, module: nn.Module) -> str:
         """Return the first name of a module; one that nobody registered is searched for."""
@@ -59,8 +64,9 @@ class ModelNames:
         """Return the names of a parameter or buffer; none for any other tensor."""
         return self._tensors.get(id(tensor), [])
 
-    def is_buffer(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._buffers
+    def parameter_in(self, storage: int) -> str | None:
+        """Return the parameter that lies in some memory, if there is one."""
+        return self._storages.get(storage)
 
     def _found(self, module: nn.Module) -> str:
         for path, found in named_everywhere(self.model).items():

@@ -28,7 +28,7 @@ from stageline.capturing.snapshot import preserved
 from stageline.capturing.symbols import symbol
 from stageline.capturing.torch_private import TreeSpec
 from stageline.capturing.values import flatten
-from stageline.capturing.watching import Watch
+from stageline.capturing.watching import SharedObjects, Watch
 from stageline.errors import CaptureError, StagelineError
 
 _one_at_a_time = threading.RLock()  # the patches of a recording belong to the whole process
@@ -162,16 +162,17 @@ def _run(
         stack.enter_context(recorder)
         recorder.check_random(is_new=True)
         watch = Watch({path: recorder.names.module(path) for path in recorder.opened})
+        shared = SharedObjects(model)
         output = model(*args, **kwargs)
         recorder.check_random()
         output = _returned(recorder, output, wants_cache=bool(kwargs.get("use_cache")))
         with torch._C.DisableTorchFunction():
-            _refuse_altered(watch)
+            _refuse_altered([*watch.altered(), *shared.altered()])
     return output, inputs
 
 
-def _refuse_altered(watch: Watch) -> None:
-    altered = [name for name in watch.altered() if not name.endswith(_FIRST_CALL)]
+def _refuse_altered(names: list[str]) -> None:
+    altered = [name for name in names if not name.endswith(_FIRST_CALL)]
     if altered:
         raise CaptureError(
             f"the code changes {altered[0]} in forward, which a stage would not do: keep such a "

@@ -61,6 +61,47 @@ class Watch:
         return [*self.replaced(), *self.changed(), *contents]
 
 
+class SharedObjects:
+    """The plain objects that several modules hold: what one leaves there, another may read.
+
+    Example:
+        >>> class Shelf: pass
+        >>> shelf, model = Shelf(), nn.Sequential(nn.ReLU(), nn.ReLU())
+        >>> model[0].shelf = model[1].shelf = shelf
+        >>> shared = SharedObjects(model)
+        >>> shelf.value = 3
+        >>> shared.altered()
+        ['0.shelf.value']
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        holders: dict[int, list[tuple[str, Any]]] = {}
+        for path, module in model.named_modules():
+            for name, value in vars(module).items():
+                if name not in _OF_EVERY_MODULE and _is_plain_object(value):
+                    where = f"{path}.{name}".lstrip(".")
+                    holders.setdefault(id(value), []).append((where, value))
+        self._shared = [held[0] for held in holders.values() if len(held) > 1]
+        self._before = self._read()
+
+    def _read(self) -> dict[str, Any]:
+        return {
+            f"{where}.{name}": _told(value)
+            for where, shared in self._shared
+            for name, value in list(vars(shared).items())[:_MOST]
+        }
+
+    def altered(self) -> list[str]:
+        """Return what has changed in them, or is new."""
+        return _differing(self._before, self._read(), or_new=True)
+
+
+def _is_plain_object(value: Any) -> bool:
+    if isinstance(value, (nn.Module, Tensor, type)) or callable(value):
+        return False
+    return hasattr(value, "__dict__")
+
+
 def _differing(
     before: Mapping[str, Any], now: Mapping[str, Any], *, or_new: bool = False
 ) -> list[str]:
