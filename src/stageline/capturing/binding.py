@@ -103,7 +103,7 @@ class Bindings:
         if is_known:
             changed = id(tensor) in before and before[id(tensor)][1] != version_of(tensor)
             if not changed:
-                with torch._C.DisableTorchFunction():
+                with torch._C.DisableTorchFunction(), self._recorder.unrecorded("alias"):
                     tensor = tensor.view_as(tensor)
         self._bound[id(tensor)] = (tensor, node)
         self._describe(node, tensor)

@@ -150,6 +150,8 @@ def _run(
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(grad))
+        watch = Watch({path: recorder.names.module(path) for path in recorder.opened})
+        shared = SharedObjects(model)
         inputs, placed = _place_inputs(recorder, arguments.copied())
         args, kwargs = placed.unpacked()
         kwargs = {**kwargs, **without_cache(model, kwargs)}
@@ -161,8 +163,6 @@ def _run(
             recorder.meter = stack.enter_context(Meter())
         stack.enter_context(recorder)
         recorder.check_random(is_new=True)
-        watch = Watch({path: recorder.names.module(path) for path in recorder.opened})
-        shared = SharedObjects(model)
         output = model(*args, **kwargs)
         recorder.check_random()
         output = _returned(recorder, output, wants_cache=bool(kwargs.get("use_cache")))

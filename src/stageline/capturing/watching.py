@@ -11,6 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from stageline.capturing.torch_private import storage_of
 
 _SIMPLE = (bool, int, float, str, type(None))
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -124,14 +127,21 @@ def _numbers(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for table in _TABLES:
         for name, value in vars(module)[table].items():
-            yield name, id(value)
+            yield name, _identity(value)
     for name, value in vars(module).items():
         if isinstance(value, Tensor):
-            yield name, id(value)
+            yield name, _identity(value)
     for name in _HOOKS:
         # Those that only collect results come with the first call that asks for them.
         hooks = [hook for hook in vars(module)[name].values() if not _collects(hook)]
         yield name, len(hooks)
+
+
+def _identity(value: Any) -> Any:
+    """Return by what a thing is known: a tensor by its memory, ``x.to(device)`` may be the same."""
+    if isinstance(value, Tensor) and not is_lazy(value):
+        return storage_of(value), tuple(value.shape)
+    return id(value)
 
 
 def _collects(hook: Any) -> bool:
