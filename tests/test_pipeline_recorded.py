@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -243,3 +244,22 @@ def test_a_rank_that_leaves_out_too_much_is_told_what(two_ranks: RankPool) -> No
     _, second = two_ranks.run(_on_two_ranks, "late inputs", ["x", "scale"])
     assert "stage 1 uses the model's arguments" in second
     assert "scale" in second
+
+
+class Numpy(nn.Module):
+    """Draws from numpy's global generator, as BigBird's attention does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        np.random.seed(1)
+        return x * float(np.random.rand())
+
+
+def test_ranks_that_would_share_a_generator_of_numpy_are_refused() -> None:
+    """Two threads that seed and draw from it get each other's numbers."""
+    model = nn.Sequential(nn.Linear(8, 8), Numpy(), nn.Linear(8, 8))
+    inner = IterationBlock(8)
+    inner.lin = model  # type: ignore[assignment]  # any module will do
+    example = {"example_args": (torch.randn(2, 8),), "split": ["lin.2"], "num_microbatches": 2}
+    with pytest.raises(sl.ConfigError, match=r"lin\.1 draws random numbers .*torchrun"):
+        sl.Pipeline(inner, **example)  # type: ignore[arg-type]  # a dict of settings
+    sl.Pipeline(inner, ranks=1, **example).close()  # type: ignore[arg-type]  # a dict of settings

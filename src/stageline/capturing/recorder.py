@@ -61,6 +61,7 @@ class Recorder(TorchFunctionMode):
         self.asks_for_grad = False
         self.checkpoints: list[str] = []
         self.failures: list[str] = []
+        self.random_modules: list[str] = []
         self.random_state: Callable[[], Any] = lambda: None
         self.meter: Meter | None = None
         self.regions = Regions()
@@ -318,6 +319,8 @@ class Recorder(TorchFunctionMode):
         self.bindings.leaf_paths.append(path)
         with self.unrecorded(path):
             result = call(*real_args, **real_kwargs)
+        if self.random_state() != self._last_random:
+            self.random_modules.append(path)
         self.check_random(is_new=True)
         with torch._C.DisableTorchFunction():
             self.bindings.end_leaf()

@@ -53,6 +53,7 @@ class Recording:
         names: The names of the model.
         opened: The modules that were recorded inside.
         key: What arguments must be for it, whatever their sizes.
+        random_modules: Unopened modules that draw from Python's or numpy's global generator.
         grad: Whether gradients were enabled around the model.
         checkpoints: Where opened code asked for activation checkpointing.
         asks_for_grad: Whether the code asked if some value requires a gradient.
@@ -75,6 +76,7 @@ class Recording:
     asks_for_grad: bool
     findings: list[str]
     input_names: list[str]
+    random_modules: list[str]
     grad: bool
     fingerprint: str = field(default="")
 
@@ -261,6 +263,7 @@ def _finished(
         asks_for_grad=recorder.asks_for_grad,
         findings=recorder.marks.findings,
         input_names=leaf_names(recorder.names.model, args, kwargs),
+        random_modules=recorder.random_modules,
         grad=grad,
         fingerprint=_fingerprint(recorder, leaves),
     )

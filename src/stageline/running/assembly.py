@@ -163,6 +163,7 @@ def recordings(
     """Return what chooses between the recordings of the model, for the stages that live here."""
     if staged is None:
         return None
+    _refuse_shared_generator(staged, parts)
     stages = {}
     for stage in held.stages:
         assert isinstance(stage.original, VariantStage)
@@ -170,6 +171,20 @@ def recordings(
         stage.original.adapt = partial(ties.localise, parts.placement[stage.index])
         stages[stage.index] = stage.original
     return Recordings(staged.holding(stages), is_first=0 in stages)
+
+
+def _refuse_shared_generator(staged: StagedModel, parts: Parts) -> None:
+    """Threads share the global generators of Python and numpy, and would draw in any order."""
+    modules = staged.variants[0].recording.random_modules
+    if modules and len(parts.ranks_here) > 1:
+        raise ConfigError(
+            "sl.Pipeline",
+            [
+                f"{modules[0]} draws random numbers from Python's random or numpy, whose generator "
+                "all ranks of one process share: start the script with torchrun, use ranks=1, or "
+                "draw from torch"
+            ],
+        )
 
 
 def describe(cut: CutModel, held: HeldStages, parts: Parts) -> Plan:
