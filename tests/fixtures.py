@@ -1,4 +1,8 @@
-"""Fixtures for all tests: pools of processes that stay alive, and one intra-op thread."""
+"""Fixtures for all tests: pools of processes that stay alive, and one intra-op thread.
+
+A pool lives as long as a file of tests: where a test has let ranks fail, gloo's threads go on
+turning in the processes that are left, and would slow down all that comes after.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,12 @@ def _pool(world_size: int) -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def two_ranks() -> Iterator[RankPool]:
     yield from _pool(2)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four_ranks() -> Iterator[RankPool]:
     yield from _pool(4)
 

@@ -17,7 +17,13 @@ import stageline as sl
 from tests.capturing.test_recording_checked import WIDTH, Three, assert_as_plain, planned, rows
 
 Code = Callable[[Three, Tensor], Any]
-SPLITS: list[Any] = [{"a": "end"}, {"b": "begin"}, {"b": "end"}, ["b", "c"]]
+# The cut through the middle, and two cuts; the others only in `make test-full`.
+SPLITS: list[Any] = [
+    {"b": "begin"},
+    ["b", "c"],
+    pytest.param({"a": "end"}, marks=pytest.mark.slow),
+    pytest.param({"b": "end"}, marks=pytest.mark.slow),
+]
 
 
 def relu_(self: Three, x: Tensor) -> Any:
