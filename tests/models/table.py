@@ -110,7 +110,9 @@ class Page:
             return ""
         if outcome.verdict in CELLS:
             return CELLS[outcome.verdict]
-        number = self.errors.setdefault(outcome.details[0], len(self.errors) + 1)
+        first, *rest = outcome.details
+        message = " ".join([first, *rest[:1]]) if first.endswith(":") else first
+        number = self.errors.setdefault(message, len(self.errors) + 1)
         return str(number) if outcome.verdict == "refused" else f"**{number}**"
 
     def table(self, rows: dict[str, Row]) -> Iterator[str]:
@@ -159,7 +161,9 @@ def redo(names: Sequence[str]) -> None:
     lines = PAGE.read_text().splitlines()
     listed = [re.match(r"(\d+)\. `(.*)`$", line) for line in lines]
     page = Page()
-    page.errors = {found[2]: int(found[1]) for found in listed if found}
+    page.errors = {
+        found[2]: int(found[1]) for found in listed if found and not found[2].endswith(":")
+    }
     for subject, splits in ((s, cut) for _, _, group, cut in GROUPS for s in group):
         if subject.name not in names:
             continue
