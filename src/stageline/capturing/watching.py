@@ -32,7 +32,7 @@ class Watch:
         >>> layer.scale = 0.7
         >>> watch.changed(), watch.replaced()
         (['layer.scale'], [])
-        >>> layer.weight = nn.Parameter(layer.weight.detach())
+        >>> layer.weight = nn.Parameter(layer.weight.detach().clone())
         >>> watch.replaced()
         ['layer.weight']
     """
