@@ -92,9 +92,9 @@ class HeldStages:
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     found[self.first_names.get(name, name)] = parameter
-        yield from sorted(
-            found.items(), key=lambda entry: self.order.get(entry[0], len(self.order))
-        )
+        if all(name in self.order for name in found):  # else a wrapper has made others of them
+            found = dict(sorted(found.items(), key=lambda entry: self.order[entry[0]]))
+        yield from found.items()
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         seen = {id(shadow) for shadow in self.shadows}
