@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import stageline
+from stageline import torch_private
 
 PACKAGE = Path(stageline.__file__).parent
 
 ORDER = (
     "errors",
     "log",
+    "torch_private",
     "scheduling",
     "capturing",
     "partitioning",
@@ -28,6 +31,7 @@ ORDER = (
     "testing",
 )
 DOORS = ("__init__", "__main__")  # they connect the rooms and may name any
+PRIVATE = "torch_private.py"
 ENDS = ("cli", "testing")  # they may use the front door; nobody in the house uses them
 
 
@@ -86,8 +90,88 @@ def fault(room: str, target: str) -> str | None:
 def torch_imports(package: Path = PACKAGE) -> Iterator[str]:
     """Yield a sentence for every import of torch in scheduling."""
     for where, room, name in all_imports(package):
-        if room == "scheduling" and name.split(".")[0] == "torch":
+        is_torch = name.split(".")[0] == "torch" or name.startswith("stageline.torch_private")
+        if room == "scheduling" and is_torch:
             yield f"{where} imports {name!r}: a schedule is a function of integers"
+
+
+def private_torch(package: Path = PACKAGE) -> Iterator[str]:
+    """Yield a sentence for every private name of torch outside torch_private.py."""
+    for path in sorted(package.rglob("*.py")):
+        relative = path.relative_to(package).as_posix()
+        if relative == PRIVATE:
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        for line, name in sorted(set(torch_names(tree))):
+            if any(is_private(part) for part in name.split(".")):
+                yield f"{relative}:{line} names {name!r}: give it a reason in {PRIVATE}"
+
+
+def torch_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and dotted name of all that is imported or taken from torch, as a path or text."""
+    aliases = {"torch": "torch"}
+    for line, alias, name in torch_imported(tree):
+        yield line, name
+        aliases[alias or "torch"] = name if alias else "torch"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            start, *rest = dotted(node) or [""]
+            if start in aliases:
+                yield node.lineno, ".".join((aliases[start], *rest))
+        elif isinstance(node, ast.Constant) and str(node.value).startswith("torch._"):
+            yield node.lineno, str(node.value)
+
+
+def torch_imported(tree: ast.AST) -> Iterator[tuple[int, str | None, str]]:
+    """Yield line, the name it goes by (if it gets one) and dotted name of all imports of torch."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported = [(alias.asname, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            imported = [(a.asname or a.name, f"{node.module}.{a.name}") for a in node.names]
+        else:
+            continue
+        for alias, name in imported:
+            if name.split(".")[0] == "torch":
+                yield node.lineno, alias, name
+
+
+def dotted(node: ast.expr) -> list[str]:
+    """Return the parts of `a.b.c`; nothing for what does not start with a name."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    start = dotted(node.value) if isinstance(node, ast.Attribute) else []
+    return [*start, node.attr] if start and isinstance(node, ast.Attribute) else []
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def private_members(package: Path = PACKAGE) -> Iterator[str]:
+    """Yield the private members of torch's objects that are read or set on others than self."""
+    known = {
+        *dir(torch.Tensor),
+        *vars(torch.nn.Module()),
+        "_metadata",
+        *vars(torch.autocast("cpu")),
+    }
+    for path in sorted(package.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr in known:
+                owner = dotted(node.value)
+                if owner not in (["self"], ["cls"]) and path.name != PRIVATE:
+                    yield node.attr
+
+
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    assert list(private_torch()) == []
+
+
+def test_private_members_of_torch_objects_are_listed_with_their_reason() -> None:
+    listed = str(torch_private.__doc__)
+    assert {name for name in private_members() if name not in listed} == set()
 
 
 def test_imports_only_point_back() -> None:
@@ -195,9 +279,38 @@ def test_imports_that_point_back_are_allowed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["import torch", "import torch.nn as nn", "from torch.fx import Graph"]
+    "line",
+    [
+        "import torch",
+        "import torch.nn as nn",
+        "from torch.fx import Graph",
+        "from stageline.torch_private import tree_flatten",
+    ],
 )
 def test_torch_in_scheduling_is_found(tmp_path: Path, line: str) -> None:
     package = write_tree(tmp_path, {"scheduling/a.py": line, "running/a.py": line})
     (finding,) = torch_imports(package)
-    assert finding.startswith("scheduling/a.py:1 imports 'torch")
+    assert finding.startswith("scheduling/a.py:1 imports '")
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("import torch._dynamo", "torch._dynamo"),
+        ("from torch.utils import _pytree", "torch.utils._pytree"),
+        ("from torch.utils._pytree import tree_map", "torch.utils._pytree.tree_map"),
+        ("import torch\nwith torch._C.DisableTorchFunction(): pass", "torch._C"),
+        ("from torch.utils import checkpoint as c\nc._x()", "torch.utils.checkpoint._x"),
+        ('import sys\n"torch._dynamo" in sys.modules', "torch._dynamo"),
+    ],
+)
+def test_a_private_name_of_torch_is_found(tmp_path: Path, text: str, name: str) -> None:
+    package = write_tree(tmp_path, {"running/a.py": text, PRIVATE: text})
+    line = text.count("\n") + 1
+    reason = f"give it a reason in {PRIVATE}"
+    assert f"running/a.py:{line} names {name!r}: {reason}" in list(private_torch(package))
+
+
+def test_public_names_of_torch_and_own_private_names_are_allowed(tmp_path: Path) -> None:
+    text = "import torch\nfrom stageline.a import _b\ntorch.__version__, _b._c, torch.nn.Linear"
+    assert list(private_torch(write_tree(tmp_path, {"running/a.py": text}))) == []

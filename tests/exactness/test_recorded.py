@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import stageline as sl
-from stageline.running.torch_private import tree_flatten
 from stageline.testing import OrderedTransport, RankPool, plain_step
+from stageline.torch_private import tree_flatten
 from tests.exactness.recorded_cases import CASES, Case, loss_of
 
 TOLERANCE = 1e-6  # of tied parameters, whose uses are added in another order

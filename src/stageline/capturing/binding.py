@@ -16,9 +16,9 @@ from torch.fx import Node
 
 from stageline.capturing.places import where
 from stageline.capturing.symbols import is_symbol
-from stageline.capturing.torch_private import storage_of
 from stageline.capturing.values import SIMPLE, flatten, map_leaves, tensors_in, unflatten
 from stageline.errors import CaptureError
+from stageline.torch_private import DisableTorchFunction, storage_of
 
 if TYPE_CHECKING:
     from stageline.capturing.recorder import Recorder
@@ -103,7 +103,7 @@ class Bindings:
         if is_known:
             changed = id(tensor) in before and before[id(tensor)][1] != version_of(tensor)
             if not changed:
-                with torch._C.DisableTorchFunction(), self._recorder.unrecorded("alias"):
+                with DisableTorchFunction(), self._recorder.unrecorded("alias"):
                     tensor = tensor.view_as(tensor)
         self._bound[id(tensor)] = (tensor, node)
         self._describe(node, tensor)
@@ -115,7 +115,7 @@ class Bindings:
         self._bound[id(value)] = (value, node)
 
     def _describe(self, node: Node, tensor: Tensor) -> None:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             kind = str(tensor.dtype).removeprefix("torch.")
             node.meta["text"] = f"{kind} {list(tensor.shape)}"
             node.meta["shape"] = tuple(tensor.shape)
@@ -290,7 +290,7 @@ class Bindings:
         for tensor, version in before.values():
             if version_of(tensor) == version:
                 continue
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 storage = storage_of(tensor)
             name = self._recorder.names.parameter_in(storage)
             if name is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stageline.capturing.places import where
 from stageline.errors import CaptureError
+from stageline.torch_private import set_grad_enabled
 
 if TYPE_CHECKING:
     from stageline.capturing.recorder import Recorder
@@ -206,7 +207,7 @@ def _answers() -> dict[Any, Answer]:
         _getter("dtype"): _dtype,
         _getter("device"): _device,
         _getter("requires_grad"): _requires_grad,
-        torch._C._set_grad_enabled: _silent,
+        set_grad_enabled: _silent,
         _getter("grad_fn"): _grad_fn,
         Tensor.__repr__: _refused,
         Tensor.__format__: _refused,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stageline.capturing.torch_private import TreeSpec, tree_flatten_with_path
 from stageline.capturing.values import SIMPLE, flatten, unflatten
+from stageline.torch_private import TreeSpec, tree_flatten_with_path
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 

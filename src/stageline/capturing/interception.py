@@ -10,7 +10,6 @@ however many of these methods it goes through:
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +21,7 @@ import torch
 from torch import nn
 
 from stageline.capturing.naming import named_everywhere
+from stageline.torch_private import compiler_is_loaded
 
 CallHandler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -83,7 +83,7 @@ def _methods(model: nn.Module) -> list[_Method]:
 
 def _uncompiled() -> AbstractContextManager[Any]:
     # Importing the compiler takes seconds; if nobody did, nothing is compiled.
-    if "torch._dynamo" not in sys.modules:
+    if not compiler_is_loaded():
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from stageline.capturing.torch_private import TorchDispatchMode, tree_flatten
+from stageline.torch_private import DisableTorchFunction, TorchDispatchMode, tree_flatten
 
 FLOPS = 50e9
 BANDWIDTH = 10e9
@@ -60,7 +60,7 @@ class Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():  # below autograd it is not the model's doing
+        with DisableTorchFunction():  # below autograd it is not the model's doing
             return self._measured(func, args, kwargs)
 
     def _measured(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

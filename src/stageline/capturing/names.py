@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stageline.capturing.naming import named_everywhere
-from stageline.capturing.torch_private import storage_of
+from stageline.torch_private import storage_of
 
 
 class ModelNames:

@@ -19,6 +19,12 @@ from stageline.capturing.places import where
 from stageline.capturing.recorder import Recorder
 from stageline.capturing.values import flatten
 from stageline.errors import CaptureError
+from stageline.torch_private import (
+    CHECKPOINT_GENERATOR,
+    DisableTorchFunction,
+    checkpoint_module,
+    functorch_apis,
+)
 
 _MISSING = object()
 
@@ -106,7 +112,7 @@ def _attribute_writes(recorder: Recorder) -> Iterator[None]:
 def _is_harmless(old: Any, new: Any) -> bool:
     if old is new:
         return True
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         if isinstance(old, Tensor) and isinstance(new, Tensor):
             same_place = old.data_ptr() == new.data_ptr() and old.device == new.device
             return same_place and old.shape == new.shape and old.dtype == new.dtype
@@ -125,7 +131,7 @@ def _len(recorder: Recorder) -> Iterator[None]:
 
     def length(value: Any) -> Any:
         if isinstance(value, Tensor) and recorder.is_open and recorder.bindings.varies(value):
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 original(value)  # raises for a tensor without dimensions
                 return recorder.size_of(value, 0)
         return original(value)
@@ -183,25 +189,21 @@ def _custom_functions(recorder: Recorder) -> Iterator[None]:
 @contextmanager
 def _vmap(recorder: Recorder) -> Iterator[None]:
     """A vmap is one node: inside it the tensors are not those of the run."""
-    from torch._functorch import apis
-
-    original: Any = vars(apis)["vmap_impl"]
+    original: Any = vars(functorch_apis)["vmap_impl"]
 
     def vmap(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not recorder.is_open:
             return original(func, *args, **kwargs)
         return recorder.call_opaque(original, "vmap", (func, *args), kwargs)
 
-    with _replaced(apis, "vmap_impl", vmap):
+    with _replaced(functorch_apis, "vmap_impl", vmap):
         yield
 
 
 @contextmanager
 def _checkpoint(recorder: Recorder) -> Iterator[None]:
     """Checkpointing in opened code runs as usual, but a replay does not know of it."""
-    from torch.utils import checkpoint
-
-    original = checkpoint._checkpoint_without_reentrant_generator
+    original = vars(checkpoint_module)[CHECKPOINT_GENERATOR]
 
     def generator(*args: Any, **kwargs: Any) -> Any:
         if not recorder.is_open:
@@ -210,7 +212,7 @@ def _checkpoint(recorder: Recorder) -> Iterator[None]:
         with _checkpointed(recorder):
             yield from original(*args, **kwargs)
 
-    with _replaced(checkpoint, "_checkpoint_without_reentrant_generator", generator):
+    with _replaced(checkpoint_module, CHECKPOINT_GENERATOR, generator):
         yield
 
 
@@ -218,10 +220,10 @@ def _checkpoint(recorder: Recorder) -> Iterator[None]:
 def _checkpointed(recorder: Recorder) -> Iterator[None]:
     """What runs twice in the plain model runs once in a replay: it must not change a buffer."""
     recorder.note_checkpoint()
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         before = [(buffer, buffer._version) for buffer in recorder.names.model.buffers()]
     yield
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         if any(buffer._version != version for buffer, version in before):
             raise CaptureError(
                 f"{where()}: a buffer is changed inside a checkpoint, which runs twice: put the "

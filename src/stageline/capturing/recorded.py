@@ -23,9 +23,9 @@ from stageline.capturing.names import ModelNames
 from stageline.capturing.recording import Recording, record
 from stageline.capturing.staged import StagedModel, Variant
 from stageline.capturing.survey import Survey, survey
-from stageline.capturing.torch_private import storage_of
 from stageline.capturing.verifying import verify
 from stageline.errors import CaptureError, ConfigError
+from stageline.torch_private import storage_of
 
 
 def capture(

@@ -31,9 +31,9 @@ from stageline.capturing.names import ModelNames
 from stageline.capturing.places import where
 from stageline.capturing.regions import Regions
 from stageline.capturing.symbols import Size, is_symbol, plain, symbol
-from stageline.capturing.torch_private import functorch_level
 from stageline.capturing.values import access_paths, flatten, unflatten
 from stageline.errors import CaptureError
+from stageline.torch_private import DisableTorchFunction, functorch_level
 
 _FIXED = (str, torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 
@@ -132,7 +132,7 @@ class Recorder(TorchFunctionMode):
 
     def call_opaque(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
         """Run a Python function unrecorded, as one node: a custom autograd function, a vmap."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             before = self.bindings.versions((args, kwargs))
             fx_args, fx_kwargs = self.to_nodes(args), self.to_nodes(kwargs)
             real_args, real_kwargs = self.bindings.real((args, kwargs))
@@ -140,7 +140,7 @@ class Recorder(TorchFunctionMode):
         self.bindings.leaf_paths.append("")
         with self.unrecorded(name):
             result = func(*real_args, **real_kwargs)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self.bindings.end_leaf()
             node = self.emit("call_function", calls.named(func, name), fx_args, fx_kwargs)
             self.bindings.note_mutations(node, before)
@@ -309,7 +309,7 @@ class Recorder(TorchFunctionMode):
     def _call_leaf(
         self, module: nn.Module, path: str, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        with torch._C.DisableTorchFunction():  # what follows is ours, not the model's
+        with DisableTorchFunction():  # what follows is ours, not the model's
             before = self.bindings.versions((args, kwargs))
             fx_args, fx_kwargs = self.to_nodes(args), self.to_nodes(kwargs)
             real_args, real_kwargs = self.bindings.real((args, kwargs), module)
@@ -322,7 +322,7 @@ class Recorder(TorchFunctionMode):
         if self.random_state() != self._last_random:
             self.random_modules.append(path)
         self.check_random(is_new=True)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             self.bindings.end_leaf()
             if structure((real_args, real_kwargs)) != shapes:
                 raise CaptureError(

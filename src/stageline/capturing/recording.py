@@ -26,10 +26,10 @@ from stageline.capturing.places import line_of
 from stageline.capturing.recorder import Recorder
 from stageline.capturing.snapshot import preserved
 from stageline.capturing.symbols import symbol
-from stageline.capturing.torch_private import TreeSpec
 from stageline.capturing.values import flatten
 from stageline.capturing.watching import SharedObjects, Watch
 from stageline.errors import CaptureError, StagelineError
+from stageline.torch_private import DisableTorchFunction, TreeSpec
 
 _one_at_a_time = threading.RLock()  # the patches of a recording belong to the whole process
 # What image models of the transformers library find out on their first call.
@@ -168,7 +168,7 @@ def _run(
         output = model(*args, **kwargs)
         recorder.check_random()
         output = _returned(recorder, output, wants_cache=bool(kwargs.get("use_cache")))
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             _refuse_altered([*watch.altered(), *shared.altered()])
     return output, inputs
 
@@ -219,7 +219,7 @@ def _place_inputs(recorder: Recorder, arguments: Arguments) -> tuple[dict[int, N
 
 def _returned(recorder: Recorder, output: Any, *, wants_cache: bool) -> tuple[list[Any], TreeSpec]:
     """Return the leaves of a result as the graph states them."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         leaves, spec = flatten(output)
         if wants_cache and any(map(is_cache, leaves)):
             raise CaptureError(

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import is_grad_enabled  # the name in torch is patched while a recording runs
 
 
 class Region(NamedTuple):
@@ -38,7 +39,7 @@ class Regions:
         self._ambient_grad = torch.is_grad_enabled()
 
     def current(self) -> Region:
-        grad = torch._C.is_grad_enabled()
+        grad = is_grad_enabled()
         is_ambient = grad == self._ambient_grad and not (grad and self.num_enabled)
         return Region(None if is_ambient else grad, tuple(self._autocast))
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from stageline.capturing.symbols import is_symbol
-from stageline.capturing.torch_private import (
+from stageline.torch_private import (
     SUPPORTED_NODES,
     GetAttrKey,
     MappingKey,

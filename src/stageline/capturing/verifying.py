@@ -13,8 +13,8 @@ from stageline.capturing.guards import GuardFailed, same_value
 from stageline.capturing.inputs import Arguments
 from stageline.capturing.recording import without_cache
 from stageline.capturing.snapshot import preserved
-from stageline.capturing.torch_private import tree_flatten_with_path
 from stageline.errors import CaptureError, StagelineError
+from stageline.torch_private import tree_flatten_with_path
 
 Replay = Callable[[list[Any]], Any]
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from stageline.capturing.torch_private import storage_of
+from stageline.torch_private import storage_of
 
 _SIMPLE = (bool, int, float, str, type(None))
 _TABLES = ("_parameters", "_buffers", "_modules")

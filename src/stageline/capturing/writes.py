@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from stageline.capturing.torch_private import TorchDispatchMode, storage_of, tree_flatten
+from stageline.torch_private import (
+    DisableTorchFunction,
+    TorchDispatchMode,
+    storage_of,
+    tree_flatten,
+)
 
 
 class KeptParameters(TorchDispatchMode):
@@ -43,7 +48,7 @@ class KeptParameters(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if getattr(getattr(func, "_schema", None), "is_mutable", False):
                 for leaf in tree_flatten((args, kwargs))[0]:
                     if isinstance(leaf, Tensor) and leaf.layout is torch.strided:

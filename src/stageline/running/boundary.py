@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from stageline import torch_private as trees
 from stageline.errors import EdgeError
-from stageline.running import torch_private as trees
 from stageline.running.hidden import find_hidden_tensor
 
 

@@ -18,7 +18,7 @@ import torch
 
 from stageline.errors import PipeError
 from stageline.running.autocast import autocast_cache_off, autocast_devices
-from stageline.running.torch_private import foreign_modes, saved_tensor_hooks
+from stageline.torch_private import foreign_modes, saved_tensor_hooks
 
 _PLAIN_DEVICE = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from stageline.errors import PipeError
 from stageline.running.engine import DifferentiableRun, Engine
 from stageline.running.events import Observer
 from stageline.running.microbatches import merge_outputs
-from stageline.running.torch_private import engine_will_run
+from stageline.torch_private import engine_will_run
 
 
 def call(

@@ -30,8 +30,8 @@ from stageline.running.result import StepResult
 from stageline.running.runner import Runner
 from stageline.running.ties import Ties
 from stageline.running.timetable import Purpose, Timetable, halves
-from stageline.running.torch_private import run_backward, tree_flatten
 from stageline.running.transports.base import Arrived
+from stageline.torch_private import run_backward, tree_flatten
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from stageline.running.loss import LossRule
 from stageline.running.microbatches import Microbatches
 from stageline.running.program import StageProgram
 from stageline.running.recordings import Chosen
-from stageline.running.torch_private import run_backward, tree_flatten
 from stageline.running.transports.base import Aborted, Arrived, Edge, Endpoint, Receipt
 from stageline.scheduling import Action, Kind, Schedule
+from stageline.torch_private import run_backward, tree_flatten
 
 Key = tuple[int, int]  # stage, microbatch
 

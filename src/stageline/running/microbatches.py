@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stageline import torch_private as trees
 from stageline.errors import BatchError
-from stageline.running import torch_private as trees
 from stageline.running.hidden import find_hidden_tensor
 
 BatchDims = int | Mapping[str, int | None]

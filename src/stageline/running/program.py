@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stageline.running import torch_private as trees
+from stageline import torch_private as trees
 from stageline.running.boundary import Packet
 
 

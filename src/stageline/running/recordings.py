@@ -14,7 +14,7 @@ import torch
 from stageline.capturing.staged import StagedModel, VariantStage
 from stageline.errors import BatchError
 from stageline.running.microbatches import Microbatches
-from stageline.running.torch_private import tree_flatten, tree_unflatten
+from stageline.torch_private import tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from stageline.partitioning.sharing import Holder, Shared, keeps_statistics
 from stageline.running.replacing import Replacement
 from stageline.running.runner import Runner
 from stageline.running.tied_gradients import Tied, add_up, onto
-from stageline.running.torch_private import has_gradient_hooks
+from stageline.torch_private import has_gradient_hooks
 
 _New = dict[int, dict[int, tuple[Tensor, Tensor]]]  # by rank and identity: the old, the new tensor
 

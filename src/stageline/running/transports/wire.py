@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stageline import torch_private as trees
 from stageline.errors import EdgeError
-from stageline.running import torch_private as trees
 from stageline.running.boundary import Packet
 from stageline.running.transports.base import Edge
 

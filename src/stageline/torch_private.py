@@ -1,0 +1,162 @@
+"""Every private name of torch that stageline uses, in one place, with the reason.
+
+A new torch release is checked against this file first; tests/test_layers.py sees to it that no
+other file names what is private in torch. Members of torch's objects are used where they stand,
+for want of a public way, and only these:
+
+    tensor._version            whether a tensor has been written to since it was last looked at
+    module._parameters, _buffers, _modules
+                               what a module itself holds, also under several names and as None
+    module._non_persistent_buffers_set
+                               which buffers are not part of the state_dict
+    module._forward_pre_hooks  who listens to a module; torch only adds and removes
+    state_dict._metadata       the versions that load_state_dict migrates by
+    autocast._enabled, _cache_enabled
+                               what a region of autocast was entered with
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Where a vmap begins; torch.func.vmap and torch.vmap call it by the name in this module, so that
+# it is the one place to record a vmap as one step.
+from torch._functorch import apis as functorch_apis
+from torch.autograd.graph import GradientEdge, Node
+
+# There is no public way to see which modes are active.
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import checkpoint as checkpoint_module
+from torch.utils._device import DeviceContext
+
+# The only way to see what a call writes to, and how much it computes, below autograd.
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+# There is no public pytree module in torch; these have kept their meaning since 2.1 and know the
+# containers that users register (transformers' ModelOutput among them).
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    GetAttrKey,
+    MappingKey,
+    SequenceKey,
+    TreeSpec,
+    keystr,
+    register_dataclass,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map_only,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
+
+__all__ = [
+    "CHECKPOINT_GENERATOR",
+    "SUPPORTED_NODES",
+    "DisableTorchFunction",
+    "GetAttrKey",
+    "MappingKey",
+    "SequenceKey",
+    "TorchDispatchMode",
+    "TreeSpec",
+    "checkpoint_module",
+    "compiler_is_loaded",
+    "engine_will_run",
+    "foreign_modes",
+    "functorch_apis",
+    "functorch_level",
+    "has_gradient_hooks",
+    "leaf_names",
+    "register_dataclass",
+    "run_backward",
+    "saved_tensor_hooks",
+    "set_grad_enabled",
+    "storage_of",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_map_only",
+    "tree_unflatten",
+    "treespec_dumps",
+    "treespec_loads",
+]
+
+# What a recording does on its own account must not be recorded. The public
+# DisableTorchFunctionSubclass leaves the modes on.
+DisableTorchFunction = torch._C.DisableTorchFunction
+
+# What torch.set_grad_enabled, no_grad and enable_grad call, as a function mode sees it.
+set_grad_enabled = torch._C._set_grad_enabled
+
+# In checkpoint_module: runs the function of a non-reentrant checkpoint; there is no public hook.
+CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
+
+# Tensor.backward costs a quarter of the speed of small stages, and, being overridable, it leaves
+# the function modes that keep random numbers apart; the engine's own entry does neither.
+_engine_run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+
+def run_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor]) -> None:
+    """Accumulate gradients from these roots into the leaves; the graph is freed on the way."""
+    _engine_run_backward(
+        tuple(roots),
+        tuple(gradients),
+        False,  # keep_graph
+        False,  # create_graph
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def engine_will_run(node: Node) -> bool:
+    """Return whether the backward that runs now also reaches a node; asked from inside of it."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """Return this thread's pack and unpack hooks; torch has no public getter."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return whether a hook is called with the gradient of a parameter; torch only adds them."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def foreign_modes() -> list[str]:
+    """Return the modes that intercept torch in this thread, but for the default device."""
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    return [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
+
+
+def leaf_names(tree: Any, *, root: str) -> list[str]:
+    """Return a readable name for every leaf.
+
+    Example:
+        >>> leaf_names((1, {"mask": 2}), root="args")
+        ['args[0]', "args[1]['mask']"]
+    """
+    return [root + keystr(path) for path, _ in tree_flatten_with_path(tree)[0]]
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return which memory a tensor lies in; on meta, where addresses are 0, which storage."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    return int(tensor.untyped_storage()._cdata)
+
+
+def functorch_level() -> Any:
+    """Return the innermost active functorch transform (vmap, grad), or None."""
+    return torch._C._functorch.peek_interpreter_stack()
+
+
+def compiler_is_loaded() -> bool:
+    """Return whether anybody has imported the compiler, which takes seconds."""
+    return "torch._dynamo" in sys.modules
