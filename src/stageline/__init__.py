@@ -27,7 +27,8 @@ from stageline.partitioning import Plan
 from stageline.partitioning.partition import partition
 from stageline.pipeline import Pipeline
 from stageline.running.events import ActionDone
-from stageline.running.microbatches import Batch, PerMicrobatch, replicate
+from stageline.running.merging import PerMicrobatch
+from stageline.running.microbatches import Batch, replicate
 from stageline.running.result import StepResult
 from stageline.scheduling import Costs, Schedule, parse, schedules, simulate
 

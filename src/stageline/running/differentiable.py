@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from stageline.errors import PipeError
 from stageline.running.engine import DifferentiableRun, Engine
 from stageline.running.events import Observer
-from stageline.running.microbatches import merge_outputs
+from stageline.running.merging import merge_outputs
 from stageline.torch_private import engine_will_run
 
 

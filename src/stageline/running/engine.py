@@ -18,12 +18,8 @@ from stageline.running.events import Observer
 from stageline.running.executor import BoundRow, StepState
 from stageline.running.foreign import ForeignParameters
 from stageline.running.loss import LossRule
-from stageline.running.microbatches import (
-    BatchDims,
-    Microbatches,
-    Replicated,
-    merge_outputs,
-)
+from stageline.running.merging import merge_outputs
+from stageline.running.microbatches import BatchDims, Microbatches, Replicated
 from stageline.running.program import StageProgram
 from stageline.running.recordings import Chosen, Recordings
 from stageline.running.result import StepResult

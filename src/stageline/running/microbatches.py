@@ -1,4 +1,4 @@
-"""The microbatch contract: how a batch is split, and outputs are merged.
+"""The microbatch contract: how a batch is split; merging.py makes the outputs one again.
 
     batch of 10 rows, num_microbatches = 4   ->  rows 3 3 2 2   (as torch.tensor_split cuts)
     batch of  2 rows, num_microbatches = 4   ->  rows 1 1       (never an empty microbatch)
@@ -45,10 +45,6 @@ def replicate(value: Any) -> Any:
         True
     """
     return value if isinstance(value, Replicated) else Replicated(value)
-
-
-class PerMicrobatch(list[Any]):
-    """Outputs without a batch dimension to join along: one entry per microbatch."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ class Microbatches:
         absent = tuple(tree.root for tree in self._trees if not tree.has_data)
         names = [name for tree in self._trees for name in tree.names]
         present = [name for name in batch_dims if not name.startswith(("output", *absent))]
-        _refuse_unknown(present, names, "batch")
+        refuse_unknown(present, names, "batch")
 
     def _agreed_rows(self, rows: int | None) -> int:
         """Return the one batch size that all split leaves have, or say which two disagree."""
@@ -335,67 +331,11 @@ def split_sizes(rows: int, count: int) -> list[int]:
     return [small + 1] * larger + [small] * (count - larger)
 
 
-def _refuse_unknown(wanted: Sequence[str], names: Sequence[str], what: str) -> None:
+def refuse_unknown(wanted: Sequence[str], names: Sequence[str], what: str) -> None:
+    """Raise for entries of ``batch_dims`` that name no leaf."""
     unknown = [name for name in wanted if name not in names]
     if unknown:
         raise BatchError(
             f"batch_dims names {', '.join(map(repr, unknown))}, but the leaves of this {what} are "
             f"{', '.join(names)}"
         )
-
-
-def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], batch_dims: BatchDims = 0) -> Any:
-    """Join the outputs of the microbatches, leaf by leaf, to those of the whole batch.
-
-    A tensor whose batch dimension has the size of its microbatch is concatenated; equal plain
-    values stay one value; everything else comes back as :class:`PerMicrobatch`.
-
-    Example:
-        >>> merge_outputs([{"y": torch.zeros(2), "n": 1}, {"y": torch.ones(1), "n": 1}], [2, 1])
-        {'y': tensor([0., 0., 1.]), 'n': 1}
-    """
-    flat = [trees.tree_flatten(output) for output in outputs]
-    spec = flat[0][1]
-    if any(other != spec for _, other in flat):
-        return PerMicrobatch(outputs)
-    names: Sequence[str] = []
-    if not isinstance(batch_dims, int):
-        names = trees.leaf_names(outputs[0], root="output")
-        _refuse_unknown([n for n in batch_dims if n.startswith("output")], names, "output")
-    merged = [
-        _merge_leaf(leaves, sizes, _output_dim(batch_dims, names, index))
-        for index, leaves in enumerate(zip(*(leaves for leaves, _ in flat), strict=True))
-    ]
-    return trees.tree_unflatten(merged, spec)
-
-
-def _output_dim(batch_dims: BatchDims, names: Sequence[str], index: int) -> int | None:
-    return batch_dims if isinstance(batch_dims, int) else batch_dims.get(names[index], 0)
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two plain values are equal; what is not plain might not even answer."""
-    if one is other:
-        return True
-    return type(one) is type(other) and isinstance(one, (bool, int, float, str)) and one == other
-
-
-def _merge_leaf(leaves: tuple[Any, ...], sizes: Sequence[int], dim: int | None) -> Any:
-    if not any(isinstance(leaf, Tensor) for leaf in leaves):
-        same = all(_is_same(leaf, leaves[0]) for leaf in leaves)
-        return leaves[0] if same else PerMicrobatch(leaves)
-    if dim is not None and all(
-        isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim() and leaf.shape[dim] == size
-        for leaf, size in zip(leaves, sizes, strict=True)
-    ):
-        if len(leaves) == 1:
-            return leaves[0]
-        # Rows against rows, as in a contrastive loss, have no common shape.
-        if len({_other_sizes(leaf, dim) for leaf in leaves}) == 1:
-            return torch.cat(leaves, dim)
-    return PerMicrobatch(leaves)
-
-
-def _other_sizes(leaf: Tensor, dim: int) -> tuple[int, ...]:
-    dim %= leaf.dim()
-    return (*leaf.shape[:dim], *leaf.shape[dim + 1 :])

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from stageline.running.autocast import autocast_cache_off, autocast_devices, autocast_suspended
 from stageline.running.loss import LossFunction, LossRule
-from stageline.running.microbatches import BatchDims, LossReduction, Microbatches, merge_outputs
+from stageline.running.merging import merge_outputs
+from stageline.running.microbatches import BatchDims, LossReduction, Microbatches
 
 
 @dataclass(frozen=True)
