@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from inspect import getattr_static, isfunction
 from typing import Any
@@ -58,7 +58,7 @@ def intercepted(model: nn.Module, handler: CallHandler) -> Iterator[None]:
     methods = _methods(model)
     routers = _thread.routers
     router = _Router(handler)
-    with _uncompiled(), _patches.held(methods):
+    with _uncompiled.held(), _patches.held(methods):
         routers.append(router)
         try:
             yield
@@ -79,14 +79,6 @@ def _methods(model: nn.Module) -> list[_Method]:
         for name in ("__call__", "forward")
         if (kind, name) != (nn.Module, "forward") and isfunction(vars(kind).get(name))
     ]
-
-
-def _uncompiled() -> AbstractContextManager[Any]:
-    # Importing the compiler takes seconds; if nobody did, nothing is compiled.
-    if not compiler_is_loaded():
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 class _Patches:
@@ -129,6 +121,36 @@ class _Patches:
         if not self._holders[method]:
             del self._holders[method]
             setattr(kind, name, self._originals.pop(method))
+
+
+class _Uncompiled:
+    """Whether compiled code runs uncompiled now, and for how many interceptions.
+
+    The stance of the compiler belongs to the whole process: were each to set it and put back what
+    it found, the last to end would leave behind what the first had set.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_holders = 0
+        self._stance: AbstractContextManager[Any] | None = None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        with self._lock:
+            # Importing the compiler takes seconds; if nobody did, nothing is compiled.
+            if self._stance is None and compiler_is_loaded():
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+            self._num_holders += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_holders -= 1
+                if not self._num_holders and self._stance is not None:
+                    self._stance.__exit__(None, None, None)
+                    self._stance = None
 
 
 class _Thread(threading.local):
@@ -211,5 +233,6 @@ def _routed(original: Any, name: str) -> Any:
     return routed
 
 
+_uncompiled = _Uncompiled()
 _patches = _Patches()  # classes belong to the whole process, and so does what was done to them
 _thread = _Thread()
