@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import product
+
 import pytest
 
 from tests.models.further import FURTHER
@@ -19,31 +22,32 @@ SPLITS = (2, 3, 4)
 PIPED = [kind for kind in KINDS if kind.modes == (True, True)]
 
 
+def fitting(entries: Iterable[Entry], kinds: Iterable[Kind]) -> pytest.MarkDecorator:
+    """Parametrize with every entry and the kinds of input that it takes."""
+    pairs = [
+        pytest.param(entry, kind, id=f"{entry.name}-{kind.name}")
+        for entry, kind in product(entries, kinds)
+        if kind.fits(entry)
+    ]
+    return pytest.mark.parametrize(("entry", "kind"), pairs)
+
+
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-@pytest.mark.parametrize("entry", TWENTY, ids=lambda entry: entry.name)
+@fitting(TWENTY, KINDS)
 def test_plans_of_the_twenty(entry: Entry, kind: Kind, split: int) -> None:
-    if not kind.fits(entry):
-        pytest.skip(f"{entry.name} takes no such input")
     outcome = check_plan(entry, kind, split)
     assert outcome.is_right, outcome
 
 
-@pytest.mark.parametrize("kind", PIPED, ids=lambda kind: kind.name)
-@pytest.mark.parametrize("entry", TWENTY, ids=lambda entry: entry.name)
+@fitting(TWENTY, PIPED)
 def test_pipelines_of_the_twenty(entry: Entry, kind: Kind) -> None:
-    if not kind.fits(entry):
-        pytest.skip(f"{entry.name} takes no such input")
     outcome = check_pipeline(entry, 3, kind=kind)
     assert outcome.is_right, outcome
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-@pytest.mark.parametrize("entry", FURTHER, ids=lambda entry: entry.name)
+@fitting(FURTHER, KINDS)
 def test_plans_of_further_models_are_right_or_refused(entry: Entry, kind: Kind) -> None:
     """docs/models.md lists what is refused; nothing may be wrong, nothing may crash."""
-    if not kind.fits(entry):
-        pytest.skip(f"{entry.name} takes no such input")
     outcome = check_plan(entry, kind, 3)
     assert outcome.is_right or outcome.verdict == "refused", outcome
 
