@@ -16,6 +16,7 @@ from stageline.partitioning.sources import cut_model
 from stageline.running.assembly import Parts, hold, tie
 from stageline.running.timetable import Timetable
 from stageline.testing import plain_step
+from tests.wrappers import Doubled
 
 
 def model(seed: int = 0) -> nn.Sequential:
@@ -277,17 +278,6 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.inner(x) * self.scale
-
-
-class Doubled(nn.Module):
-    """A wrapper without parameters, as DDP is one."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Any:
-        return self.module(x) * 2
 
 
 def test_a_wrapper_does_not_change_names() -> None:

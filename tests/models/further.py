@@ -12,7 +12,7 @@ from typing import Any
 from tests.models import inputs as make
 from tests.models.further_vision import CONVOLUTIONS, SOUND, VISION
 from tests.models.inputs import PAD, VOCABULARY
-from tests.models.zoo import Entry, encoder_decoder, entry, text
+from tests.models.zoo import Entry, encoder_decoder, entry, t5, text
 
 GPT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -264,30 +264,13 @@ ENCODER_DECODERS: tuple[Entry, ...] = (
         decoder_start_token_id=0,
         inputs=make.sequence_to_sequence,
     ),
-    *(
-        entry(
-            name,
-            model,
-            vocab_size=VOCABULARY,
-            d_model=32,
-            d_kv=8,
-            d_ff=64,
-            num_layers=3,
-            num_heads=4,
-            pad_token_id=PAD,
-            decoder_start_token_id=0,
-            inputs=make.sequence_to_sequence,
-            **more,
-        )
-        for name, model, more in (
-            ("UMT5", "UMT5ForConditionalGeneration", {}),
-            ("LongT5", "LongT5ForConditionalGeneration", {"local_radius": 3}),
-            (
-                "Switch",
-                "SwitchTransformersForConditionalGeneration",
-                {"num_experts": 4, "expert_capacity": 8},
-            ),
-        )
+    t5("UMT5", "UMT5ForConditionalGeneration"),
+    t5("LongT5", "LongT5ForConditionalGeneration", local_radius=3),
+    t5(
+        "Switch",
+        "SwitchTransformersForConditionalGeneration",
+        num_experts=4,
+        expert_capacity=8,
     ),
     encoder_decoder(
         "SpeechToText",

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.models import inputs as make
 from tests.models.inputs import PAD, VOCABULARY
-from tests.models.zoo import VIT, Entry, entry, image
+from tests.models.zoo import IMAGE_TOWER, SWIN, TEXT_TOWER, VIT, Entry, entry, image
 
 WAVES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -29,41 +29,26 @@ WAVES: dict[str, Any] = {
 # Five times halved, an image of 32 x 32 has one pixel left: too few for BatchNorm and one row.
 LARGE = partial(make.image, scale=4)
 
+# Three stages of convolutions, each with twice the channels of the one before.
+WIDENING: dict[str, Any] = {
+    "depths": [1, 2, 1],
+    "hidden_sizes": [8, 16, 32],
+    "other_length": 24,
+}
+RESIDUAL: dict[str, Any] = WIDENING | {"embedding_size": 8}
+
+MOBILE: dict[str, Any] = {
+    "image_size": 32,
+    "depth_multiplier": 0.25,
+    "inputs": LARGE,
+    "other_length": 24,
+}
+
 CONVOLUTIONS: tuple[Entry, ...] = (
-    image(
-        "ConvNeXt",
-        "ConvNextForImageClassification",
-        depths=[1, 2, 1],
-        num_stages=3,
-        hidden_sizes=[8, 16, 32],
-        other_length=24,
-    ),
-    image(
-        "ConvNeXt-V2",
-        "ConvNextV2ForImageClassification",
-        depths=[1, 2, 1],
-        num_stages=3,
-        hidden_sizes=[8, 16, 32],
-        other_length=24,
-    ),
-    image(
-        "ResNet",
-        "ResNetForImageClassification",
-        embedding_size=8,
-        hidden_sizes=[8, 16, 32],
-        depths=[1, 2, 1],
-        layer_type="basic",
-        other_length=24,
-    ),
-    image(
-        "RegNet",
-        "RegNetForImageClassification",
-        embedding_size=8,
-        hidden_sizes=[8, 16, 32],
-        depths=[1, 2, 1],
-        groups_width=4,
-        other_length=24,
-    ),
+    image("ConvNeXt", "ConvNextForImageClassification", num_stages=3, **WIDENING),
+    image("ConvNeXt-V2", "ConvNextV2ForImageClassification", num_stages=3, **WIDENING),
+    image("ResNet", "ResNetForImageClassification", layer_type="basic", **RESIDUAL),
+    image("RegNet", "RegNetForImageClassification", groups_width=4, **RESIDUAL),
     image(
         "EfficientNet",
         "EfficientNetForImageClassification",
@@ -74,22 +59,8 @@ CONVOLUTIONS: tuple[Entry, ...] = (
         hidden_dim=320,
         other_length=24,
     ),
-    image(
-        "MobileNetV1",
-        "MobileNetV1ForImageClassification",
-        image_size=32,
-        depth_multiplier=0.25,
-        inputs=LARGE,
-        other_length=24,
-    ),
-    image(
-        "MobileNetV2",
-        "MobileNetV2ForImageClassification",
-        image_size=32,
-        depth_multiplier=0.25,
-        inputs=LARGE,
-        other_length=24,
-    ),
+    image("MobileNetV1", "MobileNetV1ForImageClassification", **MOBILE),
+    image("MobileNetV2", "MobileNetV2ForImageClassification", **MOBILE),
     image(
         "MobileViT",
         "MobileViTForImageClassification",
@@ -99,15 +70,7 @@ CONVOLUTIONS: tuple[Entry, ...] = (
         neck_hidden_sizes=[8, 8, 8, 16, 24, 32, 32],
         patch_size=2,
     ),
-    image(
-        "BiT",
-        "BitForImageClassification",
-        embedding_size=8,
-        hidden_sizes=[8, 16, 32],
-        depths=[1, 2, 1],
-        num_groups=4,
-        other_length=24,
-    ),
+    image("BiT", "BitForImageClassification", num_groups=4, **RESIDUAL),
     image(
         "PoolFormer",
         "PoolFormerForImageClassification",
@@ -145,28 +108,8 @@ VISION: tuple[Entry, ...] = (
         sr_ratios=[4, 2, 1, 1],
         other_length=24,
     ),
-    image(
-        "Swin-V2",
-        "Swinv2ForImageClassification",
-        image_size=32,
-        patch_size=2,
-        embed_dim=16,
-        depths=[2, 2],
-        num_heads=[2, 4],
-        window_size=4,
-    ),
-    image(
-        "Donut-Swin",
-        "DonutSwinModel",
-        image_size=32,
-        patch_size=2,
-        embed_dim=16,
-        depths=[2, 2],
-        num_heads=[2, 4],
-        window_size=4,
-        inputs=make.images_only,
-        computes_loss=False,
-    ),
+    image("Swin-V2", "Swinv2ForImageClassification", **SWIN),
+    image("Donut-Swin", "DonutSwinModel", inputs=make.images_only, computes_loss=False, **SWIN),
     image(
         "CvT",
         "CvtForImageClassification",
@@ -210,15 +153,8 @@ VISION: tuple[Entry, ...] = (
         "SiglipModel",
         inputs=make.images_and_text,
         other_length=None,
-        text_config={
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 16,
-        },
-        vision_config=VIT | {"num_hidden_layers": 3},
+        text_config=TEXT_TOWER | {"max_position_embeddings": 16},
+        vision_config=IMAGE_TOWER,
     ),
     entry(
         "ViLT",

@@ -115,6 +115,22 @@ def encoder_decoder(name: str, model: str, **settings: Any) -> Entry:
     return entry(name, model, **(common | settings))
 
 
+def t5(name: str, model: str, **settings: Any) -> Entry:
+    """Return an entry for a model in the manner of T5."""
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 3,
+        "num_heads": 4,
+        "pad_token_id": PAD,
+        "decoder_start_token_id": 0,
+        "inputs": make.sequence_to_sequence,
+    }
+    return entry(name, model, **(common | settings))
+
+
 def image(name: str, model: str, **settings: Any) -> Entry:
     """Return an entry for a model over images of one size."""
     return entry(
@@ -130,6 +146,25 @@ VIT: dict[str, Any] = {
     "intermediate_size": 64,
     "image_size": 32,
     "patch_size": 8,
+}
+
+SWIN: dict[str, Any] = {
+    "image_size": 32,
+    "patch_size": 2,
+    "embed_dim": 16,
+    "depths": [2, 2],
+    "num_heads": [2, 4],
+    "window_size": 4,
+}
+
+# The two halves of models over images and text.
+IMAGE_TOWER: dict[str, Any] = VIT | {"num_hidden_layers": 3}
+TEXT_TOWER: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
 }
 
 TWENTY: tuple[Entry, ...] = (
@@ -184,44 +219,15 @@ TWENTY: tuple[Entry, ...] = (
     ),
     text("Phi-3", "Phi3ForCausalLM", num_key_value_heads=2),
     text("Mixtral", "MixtralForCausalLM", num_key_value_heads=2, num_local_experts=4),
-    entry(
-        "T5",
-        "T5ForConditionalGeneration",
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_layers=3,
-        num_heads=4,
-        pad_token_id=PAD,
-        decoder_start_token_id=0,
-        inputs=make.sequence_to_sequence,
-    ),
+    t5("T5", "T5ForConditionalGeneration"),
     encoder_decoder("BART", "BartForConditionalGeneration"),
     image("ViT", "ViTForImageClassification", **VIT),
-    image(
-        "Swin",
-        "SwinForImageClassification",
-        image_size=32,
-        patch_size=2,
-        embed_dim=16,
-        depths=[2, 2],
-        num_heads=[2, 4],
-        window_size=4,
-    ),
+    image("Swin", "SwinForImageClassification", **SWIN),
     entry(
         "CLIP",
         "CLIPModel",
-        text_config={
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 64,
-            "eos_token_id": 2,
-        },
-        vision_config=VIT | {"num_hidden_layers": 3},
+        text_config=TEXT_TOWER | {"max_position_embeddings": 64, "eos_token_id": 2},
+        vision_config=IMAGE_TOWER,
         projection_dim=16,
         inputs=make.images_and_text,
     ),

@@ -28,6 +28,7 @@ from tests.running.tied import (
     wanted_gradients,
     weight,
 )
+from tests.wrappers import Doubled
 
 
 @pytest.fixture(autouse=True)
@@ -198,17 +199,6 @@ def test_a_parameter_that_was_replaced_by_its_tie_may_not_be_used() -> None:
 
 
 # Modules
-
-
-class Doubled(nn.Module):
-    """A wrapper."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Any:
-        return self.module(x) * 2
 
 
 def test_wrap_stage_gets_the_copy() -> None:
