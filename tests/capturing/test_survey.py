@@ -50,7 +50,6 @@ def test_the_call_tree() -> None:
     ]
     assert [visit.path for visit in found.visits[0].children] == ["stem", "trunk", "head"]
     assert list(found.visits[0].descendants()) == list(found.visits[1:])
-    assert found.was_run
     assert repr(found.visits[1]).startswith("Visit(path='stem', occurrence=0, has_hooks=False")
 
 

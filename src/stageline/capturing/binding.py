@@ -63,14 +63,12 @@ class Bindings:
 
     Attributes:
         nodes: All nodes but the inputs, in order.
-        inputs: The nodes of the inputs.
         constants: Values that existed before the run, by the name of their node.
     """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self.nodes: list[Node] = []
-        self.inputs: list[Node] = []
         self.constants: dict[str, Any] = {}
         self.device: torch.device | None = None  # the real one, where parameters are on meta
         self._bound: dict[int, tuple[Any, Node]] = {}  # holds the value: ids are used again
@@ -87,7 +85,6 @@ class Bindings:
     # -- tensors to nodes
 
     def bind_input(self, tensor: Tensor, node: Node) -> None:
-        self.inputs.append(node)
         self._bound.setdefault(id(tensor), (tensor, node))
         self._describe(node, tensor)
 

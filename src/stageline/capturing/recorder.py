@@ -231,11 +231,16 @@ class Recorder(TorchFunctionMode):
         if type(value) not in (int, float, bool):
             raise CaptureError(f"{where()}: {function.__name__} of sizes gives {value!r}")
         node.meta["number"] = True
+        if isinstance(value, bool):
+            return self._decided(node, value)
         return symbol(self, node, value)
 
     def decide(self, symbol: Any, outcome: Any) -> Any:
+        return self._decided(symbol.fx_node, outcome)
+
+    def _decided(self, node: Node, outcome: Any) -> Any:
         if self.is_open:
-            self.guard(symbol.fx_node, outcome)
+            self.guard(node, outcome)
         else:
             self.refuse_hidden_number()
         return outcome

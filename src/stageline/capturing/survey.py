@@ -38,12 +38,10 @@ class Survey:
     Attributes:
         visits: Every call of a module, in the order in which they began; the first is the model's.
         families: The calls of repeated layers.
-        was_run: Whether the model was run; else this is what its structure suggests.
     """
 
     visits: tuple[Visit, ...]
     families: tuple[Family, ...]
-    was_run: bool
 
     def choose(self, num_stages: int | None) -> Choice:
         """Return what to open, and between which calls to cut.
@@ -106,7 +104,7 @@ def _run(
         with intercepted(model, witness):
             model(*args, **kwargs)
         families = chained_families(witness.visits, witness.traces)
-    return Survey(tuple(witness.visits), tuple(families), was_run=True)
+    return Survey(tuple(witness.visits), tuple(families))
 
 
 class _Witness:
@@ -170,7 +168,7 @@ def survey_structure(model: nn.Module) -> Survey:
         for group in related_calls(visits)
         if not any("expert" in part for part in group[0].path.lower().split(".")[-2:])
     ]
-    return Survey(tuple(visits), tuple(Family(tuple(group)) for group in groups), was_run=False)
+    return Survey(tuple(visits), tuple(Family(tuple(group)) for group in groups))
 
 
 def _visit_registered(

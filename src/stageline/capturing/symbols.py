@@ -1,4 +1,4 @@
-"""Numbers and flags of a recording: what opened code computes with them is recorded.
+"""Numbers of a recording: what opened code computes with them is recorded.
 
 A plain ``int`` would be baked in, and a subclass of ``int`` is read by C code without a question.
 A subclass of ``torch.SymInt`` that calls itself an ``int`` passes ``isinstance`` and torch's
@@ -23,7 +23,7 @@ class SymbolHost(Protocol):
     """The recorder, as symbols see it."""
 
     def compute(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """Record a computation with symbols and return its result, a symbol where it can be one."""
+        """Record a computation with symbols; return a symbol, or a bool that is decided at once."""
 
     def decide(self, symbol: Any, outcome: Any) -> Any:
         """Note that the code has used the plain value of a symbol; return it."""
@@ -31,7 +31,7 @@ class SymbolHost(Protocol):
 
 def is_symbol(value: object) -> bool:
     """Whether a value is a symbol; ``isinstance`` would believe what the symbol says of itself."""
-    return issubclass(type(value), (Size, Real, Flag))
+    return issubclass(type(value), (Size, Real))
 
 
 def plain(value: Any) -> Any:
@@ -53,7 +53,7 @@ class _Node:
         return self._kind is float
 
     def is_bool(self) -> bool:
-        return self._kind is bool
+        return False
 
     def is_symbolic(self) -> bool:
         return True
@@ -144,8 +144,7 @@ def _comparison(name: str) -> Any:
     def compare(self: Any, other: Any) -> Any:
         if not _is_number(other):
             return NotImplemented
-        result = self.host.compute(function, self, other)
-        return bool(result)
+        return self.host.compute(function, self, other)
 
     return compare
 
@@ -211,7 +210,7 @@ class _Symbol:
         return hash(self.host.decide(self, self.value))
 
     def __bool__(self) -> bool:
-        return bool(self.host.decide(self.host.compute(operator.truth, self), bool(self.value)))
+        return bool(self.host.compute(operator.truth, self))
 
     def __int__(self) -> int:
         return int(self.host.decide(self, self.value))
@@ -322,33 +321,7 @@ class Real(_Symbol, torch.SymFloat):
         return float(self).is_integer()
 
 
-class Flag(_Symbol, torch.SymBool):
-    """True or False, depending on the input or on train() and eval()."""
-
-    def __init__(self, host: SymbolHost, fx_node: Any, value: bool) -> None:
-        self.host = host
-        self.fx_node = fx_node
-        self.value = value
-        self.node = _Node(self, bool)
-
-    @property  # isinstance(flag, bool) asks this
-    def __class__(self) -> type:
-        return bool
-
-    @__class__.setter
-    def __class__(self, kind: type) -> None:
-        raise TypeError("the class of a symbol cannot be set")
-
-    def __bool__(self) -> bool:
-        return bool(self.host.decide(self, self.value))
-
-    def __index__(self) -> int:
-        return int(self.host.decide(self, self.value))
-
-    __hash__ = _Symbol.__hash__
-
-
 def symbol(host: SymbolHost, fx_node: Any, value: Any) -> Any:
     """Return the symbol for a plain number."""
-    kind = {bool: Flag, int: Size, float: Real}[type(value)]
+    kind = {int: Size, float: Real}[type(value)]
     return kind(host, fx_node, value)

@@ -73,7 +73,7 @@ def lightest_cuts(
     sizes = solve(problem)
     if sizes is None:
         assert limit is not None
-        return [], [_too_little(graph, loads, num_stages, budget, limit)]
+        return [], [_too_little(loads, num_stages, budget, limit)]
     return sizes, []
 
 
@@ -96,9 +96,7 @@ def _memory_problem(loads: Sequence[Load], num_stages: int) -> Problem:
     return Problem(sums, sums)
 
 
-def _too_little(
-    graph: Cuttable, loads: Sequence[Load], num_stages: int, budget: Budget, limit: int
-) -> str:
+def _too_little(loads: Sequence[Load], num_stages: int, budget: Budget, limit: int) -> str:
     """Say how much is missing, and what would fit."""
     sizes = solve(_memory_problem(loads, num_stages))
     assert sizes is not None  # nothing is limited here
