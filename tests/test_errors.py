@@ -21,6 +21,8 @@ def step_error() -> sl.StepError:
         (sl.ConfigError, ValueError),
         (sl.ScheduleError, ValueError),
         (sl.BatchError, ValueError),
+        (sl.CaptureError, RuntimeError),
+        (sl.GuardError, sl.CaptureError),
         (sl.StateError, RuntimeError),
         (sl.PipeError, RuntimeError),
         (sl.StepError, sl.PipeError),
@@ -33,12 +35,13 @@ def test_the_class_says_who_must_act(error: type[Exception], base: type[Exceptio
     assert issubclass(error, sl.StagelineError)
 
 
-def test_the_tree_in_the_docstring_names_every_class() -> None:
+def test_the_tree_names_every_class_and_the_front_door_leads_to_it() -> None:
     tree = errors.__doc__
     assert tree is not None
     for name, value in vars(errors).items():
         if isinstance(value, type) and issubclass(value, Exception):
             assert name in tree
+            assert getattr(sl, name) is value
 
 
 def test_a_config_error_has_a_bullet_for_every_finding() -> None:

@@ -5,6 +5,7 @@
     ├── ScheduleError   (ValueError)    a schedule is impossible or its text cannot be read
     ├── BatchError      (ValueError)    a batch cannot be cut into microbatches
     ├── CaptureError    (RuntimeError)  a model cannot be recorded, or does what was not recorded
+    │   └── GuardError                  it decides otherwise than when it was recorded
     ├── StateError      (RuntimeError)  a state_dict does not fit; every finding at once
     └── PipeError       (RuntimeError)  something went wrong during a run
         ├── StepError                   an action raised: rank, stage, microbatch, action, cause
@@ -54,6 +55,10 @@ class BatchError(StagelineError, ValueError):
 
 class CaptureError(StagelineError, RuntimeError):
     """A model cannot be recorded as it is, or does something else than was recorded."""
+
+
+class GuardError(CaptureError):
+    """The code of the model would decide otherwise than when it was recorded."""
 
 
 class StateError(StagelineError, RuntimeError):

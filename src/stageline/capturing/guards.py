@@ -12,18 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stageline.errors import CaptureError
-
-
-class GuardFailed(CaptureError):
-    """The code would decide otherwise than when it was recorded."""
+from stageline.errors import GuardError
 
 
 def check(value: Any, wanted: Any, where: str) -> None:
     """Raise unless a decision has the outcome that was recorded."""
     if value is wanted or (type(value) is type(wanted) and _is_equal(value, wanted)):
         return
-    raise GuardFailed(
+    raise GuardError(
         f"{where}: the code decides by a value that was {wanted!r} when the model was recorded and "
         f"is {value!r} now, so it may take another way. Keep the decision inside a module that is "
         "not cut, or out of the model"
@@ -40,7 +36,7 @@ def check_structure(value: Any, wanted: Any, where: str) -> None:
     """Raise unless a module returned a value of the recorded structure: lengths, keys, None."""
     found = structure(value)
     if found != wanted:
-        raise GuardFailed(
+        raise GuardError(
             f"{where}: the module returned {found} and {wanted} when it was recorded, so the code "
             "after it may do something else"
         )

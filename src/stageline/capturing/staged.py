@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from torch.fx import Graph as FxGraph
 
 from stageline.capturing.cutting import Cutter, StageCode, named_in
-from stageline.capturing.guards import GuardFailed
 from stageline.capturing.inputs import Arguments, ambient_key
 from stageline.capturing.recording import Recording
 from stageline.capturing.regions import end_region
 from stageline.capturing.stage import TABLES, Parts, StageModule, build
 from stageline.capturing.values import unflatten
 from stageline.capturing.watching import Watch
-from stageline.errors import CaptureError
+from stageline.errors import CaptureError, GuardError
 
 MOST_VARIANTS = 64
 
@@ -96,7 +95,7 @@ class Variant:
         try:
             with torch.no_grad():
                 module(*(arguments.leaves[index] for index in inputs))
-        except GuardFailed:
+        except GuardError:
             return False
         return True
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from stageline.capturing.binding import is_cache
-from stageline.capturing.guards import GuardFailed, same_value
+from stageline.capturing.guards import same_value
 from stageline.capturing.inputs import Arguments
 from stageline.capturing.recording import without_cache
 from stageline.capturing.snapshot import preserved
-from stageline.errors import CaptureError, StagelineError
+from stageline.errors import CaptureError, GuardError, StagelineError
 from stageline.torch_private import tree_flatten_with_path
 
 Replay = Callable[[list[Any]], Any]
@@ -34,7 +34,7 @@ def verify(model: nn.Module, replay: Replay, arguments: Arguments, *, grad: bool
         with preserved(model):
             try:
                 found = replay(arguments.copied().leaves)
-            except GuardFailed:
+            except GuardError:
                 return  # the code decides otherwise for these: another recording, not a wrong one
             except StagelineError:
                 raise
