@@ -16,6 +16,7 @@ PACKAGE = Path(stageline.__file__).parent
 
 ORDER = (
     "errors",
+    "wording",
     "log",
     "torch_private",
     "scheduling",

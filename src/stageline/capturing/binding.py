@@ -19,6 +19,7 @@ from stageline.capturing.symbols import is_symbol
 from stageline.capturing.values import SIMPLE, flatten, map_leaves, tensors_in, unflatten
 from stageline.errors import CaptureError
 from stageline.torch_private import DisableTorchFunction, storage_of
+from stageline.wording import a
 
 if TYPE_CHECKING:
     from stageline.capturing.recorder import Recorder
@@ -215,7 +216,7 @@ class Bindings:
         kind = type(value).__name__
         hint = "pass use_cache=False, or " if "Cache" in kind else ""
         raise CaptureError(
-            f"{where()}: a {kind} made in opened code is handed on, and what is done to it there "
+            f"{where()}: {a(kind)} made in opened code is handed on, and what is done to it there "
             f"could not be seen from another stage: {hint}hand on tensors in tuples or dicts"
         )
 

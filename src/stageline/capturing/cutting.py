@@ -23,6 +23,7 @@ from stageline.capturing.guards import is_guard
 from stageline.capturing.recording import Recording
 from stageline.capturing.regions import EVERYWHERE, begin_region, end_region
 from stageline.errors import CaptureError
+from stageline.wording import a
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +194,7 @@ class Cutter:
             for value in values:
                 if value.meta.get("opaque"):
                     raise CaptureError(
-                        f"{value.meta['where']}: a {value.meta['opaque']} would have to cross a "
+                        f"{value.meta['where']}: {a(value.meta['opaque'])} would have to cross a "
                         "cut, and nobody can look into it: return tensors in tuples or dicts, or "
                         "cut elsewhere"
                     )

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from stageline.errors import ConfigError
+from stageline.wording import a_kind
 
 Layer = str | Callable[..., Any]
 
@@ -194,7 +195,7 @@ def _name_faults(where: str, model: nn.Module, name: str) -> list[str]:
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         inner = next((known for known in names if known.startswith(f"{name}.")), None)
         hint = f"name what it holds, {inner!r}" if inner else "it is empty"
-        return [f"{where}: {name!r} is a {type(module).__name__}, nobody can call it: {hint}"]
+        return [f"{where}: {name!r} is {a_kind(module)}, nobody can call it: {hint}"]
     return []
 
 
@@ -208,11 +209,11 @@ def function_faults(where: str, function: object) -> list[str]:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, nn.Module):
         return [
-            f"{where}: a method of a {type(owner).__name__}, whose parameters nobody would find: "
+            f"{where}: a method of {a_kind(owner)}, whose parameters nobody would find: "
             "pass the module itself"
         ]
     return [
-        f"{where}: a function that uses {name}, a {type(value).__name__} with parameters or "
+        f"{where}: a function that uses {name}, {a_kind(value)} with parameters or "
         "buffers that nobody would find: pass the module itself, or a module that holds it"
         for name, value in _used_by(function)
         if _has_state(value)

@@ -25,6 +25,7 @@ from stageline.torch_private import (
     checkpoint_module,
     functorch_apis,
 )
+from stageline.wording import a_kind
 
 _MISSING = object()
 
@@ -99,7 +100,7 @@ def _attribute_writes(recorder: Recorder) -> Iterator[None]:
             if not _is_harmless(old, value) and name != "_output_capturing_hooks_installed":
                 path = recorder.names.path_of(module)
                 raise CaptureError(
-                    f"{where()}: the code stores a {type(value).__name__} in "
+                    f"{where()}: the code stores {a_kind(value)} in "
                     f"{path + '.' if path else 'self.'}{name}, which other stages would not see: "
                     "return it, or change a buffer in place"
                 )

@@ -34,6 +34,7 @@ from stageline.capturing.symbols import Size, is_symbol, plain, symbol
 from stageline.capturing.values import access_paths, flatten, unflatten
 from stageline.errors import CaptureError
 from stageline.torch_private import DisableTorchFunction, functorch_level
+from stageline.wording import a_kind
 
 _FIXED = (str, torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 
@@ -202,7 +203,7 @@ class Recorder(TorchFunctionMode):
             self.bindings.bind_opaque(leaf, node)
             return leaf
         raise CaptureError(
-            f"{where()}: the code makes a {type(leaf).__name__} of a recorded tensor, which cannot "
+            f"{where()}: the code makes {a_kind(leaf)} of a recorded tensor, which cannot "
             "be followed: move this into a module of its own that is not cut"
         )
 

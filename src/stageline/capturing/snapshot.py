@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from stageline.capturing.contents import Dict, Keeper, TensorData, is_plain, keeper_of
 from stageline.capturing.randomness import kept_randomness
 from stageline.capturing.writes import KeptParameters
+from stageline.wording import a, a_kind
 
 _DEEPEST = 5  # steps from a module to an object that it holds
 _LONGEST = 10_000  # a longer list holds data: it is kept, but not what is in it
@@ -227,7 +228,7 @@ def _news(held: _Held) -> Iterator[tuple[str, str]]:
         for kind, tensor in _found(value):
             if id(tensor) not in known and not _is_alias(tensor, before):
                 name = _Held(keeper, held, label, held.owner).name
-                what = f"a {kind}" if value is tensor else f"a {type(value).__name__} with a {kind}"
+                what = a(kind) if value is tensor else f"{a_kind(value)} with {a(kind)}"
                 yield name, what
                 break
 

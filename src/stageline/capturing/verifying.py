@@ -15,6 +15,7 @@ from stageline.capturing.recording import without_cache
 from stageline.capturing.snapshot import preserved
 from stageline.errors import CaptureError, GuardError, StagelineError
 from stageline.torch_private import tree_flatten_with_path
+from stageline.wording import a_kind
 
 Replay = Callable[[list[Any]], Any]
 
@@ -77,7 +78,7 @@ def _differences(found: Any, wanted: Any) -> str:
     for (path, one), (_, other) in zip(got, want, strict=True):
         where = "".join(str(key) for key in path[1:]) or "the result"
         if isinstance(one, Tensor) != isinstance(other, Tensor):
-            return f"{where} is a {type(one).__name__} instead of a {type(other).__name__}"
+            return f"{where} is {a_kind(one)} instead of {a_kind(other)}"
         if isinstance(one, Tensor) and not same_value(one.detach(), other.detach()):
             return f"{where} differs"
         if isinstance(one, Tensor) and one.requires_grad != other.requires_grad:

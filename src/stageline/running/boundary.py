@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from stageline import torch_private as trees
 from stageline.errors import EdgeError
 from stageline.running.hidden import find_hidden_tensor
+from stageline.wording import a_kind
 
 
 class Packet:
@@ -131,7 +132,7 @@ def _refuse_hidden_tensors(leaf: Any) -> None:
     where = find_hidden_tensor(leaf)
     if where is not None:
         raise EdgeError(
-            f"a stage returned a {type(leaf).__name__} with a tensor in {where}: return a tuple or "
+            f"a stage returned {a_kind(leaf)} with a tensor in {where}: return a tuple or "
             "a dict, or register the class as a pytree node"
         )
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from stageline import torch_private as trees
 from stageline.errors import BatchError
 from stageline.running.hidden import find_hidden_tensor
+from stageline.wording import a_kind
 
 BatchDims = int | Mapping[str, int | None]
 
@@ -262,7 +263,7 @@ class _Sliceable:
         where = find_hidden_tensor(leaf)
         if where is not None:
             raise BatchError(
-                f"{self.names[index]} is a {type(leaf).__name__} with a tensor in {where}, which "
+                f"{self.names[index]} is {a_kind(leaf)} with a tensor in {where}, which "
                 "cannot be split: pass a dict or a tuple, or wrap it in sl.replicate(...)"
             )
 

@@ -25,6 +25,7 @@ from stageline.running.replacing import Replacement
 from stageline.running.runner import Runner
 from stageline.running.tied_gradients import Tied, add_up, onto
 from stageline.torch_private import has_gradient_hooks
+from stageline.wording import a_kind
 
 _New = dict[int, dict[int, tuple[Tensor, Tensor]]]  # by rank and identity: the old, the new tensor
 
@@ -183,7 +184,7 @@ class Ties:
             # torch's own kernel changes the statistics without counting it as a change.
             if keeps_statistics(watched.module):
                 raise PipeError(
-                    f"{watched.name}: a {type(watched.module).__name__} of several stages is in "
+                    f"{watched.name}: {a_kind(watched.module)} of several stages is in "
                     "training mode, and its statistics would depend on who comes first: call "
                     "eval() on it after pipe.train(), or put these stages together"
                 )
