@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 
 import pytest
+from torch import nn
 
 import stageline as sl
 from stageline import errors
@@ -48,8 +50,28 @@ def test_a_config_error_has_a_bullet_for_every_finding() -> None:
     error = sl.ConfigError("sl.Pipeline", ["split=0: wanted 1", "ranks=0: wanted 1"])
     assert error.findings == ("split=0: wanted 1", "ranks=0: wanted 1")
     assert str(error) == (
-        "sl.Pipeline cannot be built:\n  - split=0: wanted 1\n  - ranks=0: wanted 1"
+        "sl.Pipeline is not possible:\n  - split=0: wanted 1\n  - ranks=0: wanted 1"
     )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "beginning"),
+    [
+        (lambda: sl.partition(3, split=2), "sl.partition is not possible:"),  # type: ignore[arg-type]  # wrong on purpose
+        (lambda: sl.capture(3, ()), "sl.capture is not possible:"),  # type: ignore[arg-type]  # wrong on purpose
+        (
+            lambda: sl.Pipeline.from_stages([nn.ReLU()]).plan.to_json(),
+            "a copy of this plan in JSON is",
+        ),
+    ],
+)
+def test_the_words_fit_a_pipeline_a_function_and_a_deed(
+    wrong: Callable[[], object], beginning: str
+) -> None:
+    """Of sl.partition it said that it "cannot be built"."""
+    with pytest.raises(sl.ConfigError) as caught:
+        wrong()
+    assert str(caught.value).startswith(beginning)
 
 
 def test_a_step_error_says_where_and_why() -> None:

@@ -266,7 +266,7 @@ def test_what_is_wrong_is_said_at_construction(make: Callable[[], object], messa
     with pytest.raises(sl.ConfigError, match=message) as caught:
         make()
     assert str(caught.value).startswith("sl.Pipeline")
-    assert " cannot be built:\n  - " in str(caught.value)
+    assert " is not possible:\n  - " in str(caught.value)
     assert len(caught.value.findings) >= 1
 
 

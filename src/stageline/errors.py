@@ -31,7 +31,7 @@ class ConfigError(StagelineError, ValueError):
 
     Example:
         >>> print(ConfigError("sl.Pipeline", ["split=0: wanted a number of stages, at least 1"]))
-        sl.Pipeline cannot be built:
+        sl.Pipeline is not possible:
           - split=0: wanted a number of stages, at least 1
     """
 
@@ -39,7 +39,7 @@ class ConfigError(StagelineError, ValueError):
         self.what = what
         self.findings = tuple(findings)
         bullets = "".join(f"\n  - {finding}" for finding in findings)
-        super().__init__(f"{what} cannot be built:{bullets}")
+        super().__init__(f"{what} is not possible:{bullets}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.what, self.findings))
