@@ -92,8 +92,8 @@ def test_pipe_and_stages_print_readably() -> None:
     assert [line.split()[0] for line in lines[:5]] == ["stage", "0", "1", "2", "3"]
     assert "iter_block IterationBlock" in lines[1]
     assert lines[-2:] == [
-        "tied: iter_block.lin.weight in stages 0, 1 and 2",
-        "tied: iter_block.lin.bias in stages 0, 1 and 2",
+        "tied: iter_block.lin.weight in stages 0, 1 and 2, 64 parameters counted in each",
+        "tied: iter_block.lin.bias in stages 0, 1 and 2, 8 parameters counted in each",
     ]
     text = str(plan.stages[0].module)
     assert "(lin): Linear(in_features=8, out_features=8, bias=True)" in text

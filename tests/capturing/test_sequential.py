@@ -184,9 +184,9 @@ def test_ties_are_found_by_memory_under_all_names() -> None:
     last.weight = nn.Parameter(first.weight.data)
     chain = capture_sequential(nn.Sequential(first, twice, last, twice))
     assert chain.ties([2]) == [
-        Tie(("0.weight", "2.weight"), (0, 1)),
-        Tie(("1.weight", "3.weight"), (0, 1)),
-        Tie(("1.bias", "3.bias"), (0, 1)),
+        Tie(("0.weight", "2.weight"), (0, 1), 4),
+        Tie(("1.weight", "3.weight"), (0, 1), 2),
+        Tie(("1.bias", "3.bias"), (0, 1), 2),
         Tie(("1.running_mean", "3.running_mean"), (0, 1)),
         Tie(("1.running_var", "3.running_var"), (0, 1)),
         Tie(("1.num_batches_tracked", "3.num_batches_tracked"), (0, 1)),

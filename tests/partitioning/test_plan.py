@@ -71,14 +71,15 @@ def test_the_table_shows_all_that_is_known() -> None:
         ["embed", "body", "head"],
         loads=loads,
         crossing_bytes=[0, 32, 8500, 0],
-        ties=[Tie(("embed.weight", "head.weight"), (0, 1, 2)), Tie(("a", "b"), (0, 2))],
+        ties=[Tie(("embed.weight", "head.weight"), (0, 1, 2), 1200), Tie(("a", "b"), (0, 2))],
     )
     assert partition(graph, [1, 1, 1]).table() == (
         "stage  rank  parameters  share    bytes  time  receives                 blocks\n"
         "    0     0       1,000   50 %  3.9 KiB  30 %                           embed Layer (1)\n"
         "    1     1         500   25 %  2.0 KiB  50 %  float32 [2, 4], 32 B     body Layer (1)\n"
         "    2     2         500   25 %  2.0 KiB  20 %  float32 [2, 4], 8.3 KiB  head Layer (1)\n"
-        "tied: embed.weight = head.weight in stages 0, 1 and 2\n"
+        "tied: embed.weight = head.weight in stages 0, 1 and 2, 1,200 parameters "
+        "counted in each\n"
         "tied: a = b in stages 0 and 2"
     )
 

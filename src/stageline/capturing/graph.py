@@ -95,10 +95,12 @@ class Tie:
     Attributes:
         names: All names it has in the model.
         stages: The stages that use it.
+        num_parameters: How many numbers each of these stages counts for it; 0 for a buffer.
     """
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
+    num_parameters: int = 0
 
 
 class Cuttable(ABC):

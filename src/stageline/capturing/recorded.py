@@ -193,13 +193,17 @@ class Graph(Cuttable):
     def ties(self, cuts: Sequence[int]) -> Sequence[Tie]:
         ends = [0, *cuts, self.num_nodes]
         users: dict[int, set[int]] = {}
-        names: dict[int, dict[str, None]] = {}
+        tensors: dict[int, dict[str, Tensor]] = {}
         for stage, (begin, end) in enumerate(pairwise(ends)):
             for name, tensor in self._tensors(begin, end).items():
                 users.setdefault(storage_of(tensor), set()).add(stage)
-                names.setdefault(storage_of(tensor), {})[name] = None
+                tensors.setdefault(storage_of(tensor), {})[name] = tensor
         return tuple(
-            Tie(tuple(names[storage]), tuple(sorted(stages)))
+            Tie(
+                tuple(tensors[storage]),
+                tuple(sorted(stages)),
+                max(tensor.numel() for tensor in tensors[storage].values()),
+            )
             for storage, stages in users.items()
             if len(stages) > 1
         )

@@ -103,15 +103,17 @@ class Chain(Cuttable):
 
     def ties(self, cuts: Sequence[int]) -> Sequence[Tie]:
         names: dict[object, list[str]] = {}
+        counts: dict[object, int] = {}
         for name, tensor in _named_tensors(self._model):
             names.setdefault(_identity(tensor), []).append(name)
+            counts[_identity(tensor)] = tensor.numel() if isinstance(tensor, nn.Parameter) else 0
         stages: dict[object, set[int]] = {}
         for stage, (begin, end) in enumerate(pairwise([0, *cuts, self.num_nodes])):
             for block in self.blocks[begin:end]:
                 for _, tensor in _named_tensors(block.module):
                     stages.setdefault(_identity(tensor), set()).add(stage)
         return [
-            Tie(tuple(names[tensor]), tuple(sorted(users)))
+            Tie(tuple(names[tensor]), tuple(sorted(users)), counts[tensor])
             for tensor, users in stages.items()
             if len(users) > 1
         ]

@@ -252,7 +252,8 @@ def _blocks(names: Sequence[str]) -> str:
 
 def _tie(tie: Tie) -> str:
     *first, last = (str(stage) for stage in tie.stages)
-    return f"tied: {' = '.join(tie.names)} in stages {', '.join(first)} and {last}"
+    counted = f", {tie.num_parameters:,} parameters counted in each" if tie.num_parameters else ""
+    return f"tied: {' = '.join(tie.names)} in stages {', '.join(first)} and {last}{counted}"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]], *, left: Sequence[str]) -> str:
