@@ -95,7 +95,7 @@ def test_every_split_trains_exactly(how: dict[str, Any], sizes: list[int], sched
         keep_outputs=True,
         **how,
     )
-    assert [len(stage.blocks) for stage in pipe.plan.stages] == sizes
+    assert [len(stage.calls) for stage in pipe.plan.stages] == sizes
     assert_trains_exactly(pipe)
 
 

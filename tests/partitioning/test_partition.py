@@ -211,7 +211,7 @@ def test_no_cut_is_better_and_none_of_the_best_is_more_even(
 
 def test_iterations_are_stages() -> None:
     plan = partition(iterative(), {"iter_block": "end"})
-    assert [stage.blocks for stage in plan.stages] == [
+    assert [stage.calls for stage in plan.stages] == [
         ("iter_block Layer",),
         ("iter_block Layer",),
         ("iter_block Layer",),
@@ -224,4 +224,4 @@ def test_a_sequential_is_partitioned_and_run() -> None:
     plan = partition(capture_sequential(model), split=["2.1"])
     x = torch.randn(3, 4)
     assert torch.equal(plan.run(x), model(x))
-    assert [stage.blocks[-1] for stage in plan.stages] == ["2.0 Linear", "2.1 Tanh"]
+    assert [stage.calls[-1] for stage in plan.stages] == ["2.0 Linear", "2.1 Tanh"]

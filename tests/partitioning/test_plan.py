@@ -20,11 +20,11 @@ from stageline.partitioning.sources import cut_model, read_stages
 from tests.partitioning.fake_graph import FakeGraph, transformer
 
 
-def stage(index: int, rank: int, *blocks: str, count: int | None) -> StagePlan:
-    return StagePlan(index, rank, "cpu", blocks, None, count)
+def stage(index: int, rank: int, *calls: str, count: int | None) -> StagePlan:
+    return StagePlan(index, rank, "cpu", calls, None, count)
 
 
-def test_the_table_shows_ranks_sizes_and_blocks() -> None:
+def test_the_table_shows_ranks_sizes_and_calls() -> None:
     plan = Plan(
         (
             stage(0, 0, "0 Linear", "1 ReLU", count=3_000),
@@ -36,7 +36,7 @@ def test_the_table_shows_ranks_sizes_and_blocks() -> None:
         str(plan)
         == plan.table()
         == (
-            "stage  rank  device  parameters  share  blocks\n"
+            "stage  rank  device  parameters  share  calls\n"
             "    0     0  cpu          3,000   75 %  0 Linear .. 1 ReLU (2)\n"
             "    1     1  cpu          1,000   25 %  2 Linear (1)\n"
             "    2     0  cpu              0    0 %  3 ReLU (1)"
@@ -74,7 +74,7 @@ def test_the_table_shows_all_that_is_known() -> None:
         ties=[Tie(("embed.weight", "head.weight"), (0, 1, 2), 1200), Tie(("a", "b"), (0, 2))],
     )
     assert partition(graph, [1, 1, 1]).table() == (
-        "stage  rank  parameters  share    bytes  time  receives                 blocks\n"
+        "stage  rank  parameters  share    bytes  time  receives                 calls\n"
         "    0     0       1,000   50 %  3.9 KiB  30 %                           embed Layer (1)\n"
         "    1     1         500   25 %  2.0 KiB  50 %  float32 [2, 4], 32 B     body Layer (1)\n"
         "    2     2         500   25 %  2.0 KiB  20 %  float32 [2, 4], 8.3 KiB  head Layer (1)\n"
@@ -122,7 +122,7 @@ def test_a_loaded_plan_opens_the_model_as_the_first_one_did() -> None:
 
     plan = partition(capture_sequential(model()), 3)
     loaded = Plan.from_json(plan.to_json(), capture_sequential(model()))
-    assert [one.blocks for one in loaded.stages] == [("0.0 Linear",), ("0.1 Tanh",), ("1 Linear",)]
+    assert [one.calls for one in loaded.stages] == [("0.0 Linear",), ("0.1 Tanh",), ("1 Linear",)]
 
 
 def test_a_plan_of_another_model_is_refused_with_what_differs() -> None:
@@ -138,7 +138,7 @@ def test_a_plan_of_another_model_is_refused_with_what_differs() -> None:
     plan = partition(capture_sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), 2)
     with pytest.raises(ConfigError) as caught:
         Plan.from_json(plan.to_json(), wider)
-    assert len(caught.value.findings) == 1  # the same blocks, other shapes
+    assert len(caught.value.findings) == 1  # the same calls, other shapes
 
 
 def broken(**entries: Any) -> str:
@@ -155,10 +155,10 @@ def broken(**entries: Any) -> str:
         (broken(version=9), "the plan has version 9, wanted 1"),
         (broken(cuts="x"), "entry 'cuts': wanted positions, got 'x'"),
         (broken(placement=[0, -1]), "entry 'placement': wanted a rank for each stage, got"),
-        (broken(blocks=[3]), r"entry 'blocks': wanted names for each stage, got \[3\]"),
+        (broken(calls=[3]), r"entry 'calls': wanted names for each stage, got \[3\]"),
         (broken(fingerprint=None), "entry 'fingerprint': wanted a text, got None"),
         (broken(cuts=[9]), r"entry 'cuts': \[9\] is no ascending list below 8 nodes"),
-        (broken(placement=[0]), "1 cuts make 2 stages, but 1 have a rank and 2 have blocks"),
+        (broken(placement=[0]), "1 cuts make 2 stages, but 1 have a rank and 2 have calls"),
     ],
 )
 def test_text_that_is_no_plan(text: Any, finding: str) -> None:
@@ -176,7 +176,7 @@ def test_a_cut_model_keeps_its_modules_and_names() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
     sources, faults = cut_model(model, [2, 1])
     assert faults == []
-    assert [source.blocks for source in sources] == [("0 Linear", "1 ReLU"), ("2 Linear",)]
+    assert [source.calls for source in sources] == [("0 Linear", "1 ReLU"), ("2 Linear",)]
     assert [source.prefix for source in sources] == ["", ""]
     first, last = (source.module for source in sources)
     assert isinstance(first, nn.Sequential)
@@ -189,7 +189,7 @@ def test_functions_become_stages_named_after_themselves() -> None:
     sources, faults = read_stages([nn.Linear(2, 2), torch.relu, lambda x: x + 1], None)
     assert faults == []
     assert [source.prefix for source in sources] == ["0.", "1.", "2."]
-    assert [source.blocks[0].rsplit(".", 1)[-1] for source in sources] == [
+    assert [source.calls[0].rsplit(".", 1)[-1] for source in sources] == [
         "Linear",
         "relu",
         "<lambda>",
@@ -202,4 +202,4 @@ def test_a_mapping_leaves_the_others_to_other_processes() -> None:
     sources, faults = read_stages({1: nn.ReLU()}, 3)
     assert faults == []
     assert [source.module is None for source in sources] == [True, False, True]
-    assert sources[2].blocks == ()
+    assert sources[2].calls == ()

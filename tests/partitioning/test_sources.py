@@ -19,7 +19,7 @@ def named() -> nn.Sequential:
 
 
 @pytest.mark.parametrize(
-    ("split", "blocks"),
+    ("split", "calls"),
     [
         (3, [("stem Linear",), ("body Sequential",), ("head Linear",)]),
         ([1, 2], [("stem Linear",), ("body Sequential", "head Linear")]),
@@ -35,11 +35,11 @@ def named() -> nn.Sequential:
         ([["stem"], ["body", "head"]], [("stem Linear",), ("body Sequential", "head Linear")]),
     ],
 )
-def test_a_sequential_is_cut_by_all_spellings(split: Any, blocks: list[Any]) -> None:
+def test_a_sequential_is_cut_by_all_spellings(split: Any, calls: list[Any]) -> None:
     model = named()
     sources, faults = cut_model(model, split)
     assert faults == []
-    assert [source.blocks for source in sources] == blocks
+    assert [source.calls for source in sources] == calls
     keys: list[str] = []
     x = value = torch.randn(3, 2)
     for source in sources:
@@ -55,7 +55,7 @@ def test_cut_points_between_children_are_marks() -> None:
     for split, sizes in (("marks", [1, 2, 1]), (2, [1, 3]), ([1, 2], [1, 3])):
         sources, faults = cut_model(nn.Sequential(*layers), split)
         assert faults == []
-        assert [len(source.blocks) for source in sources] == sizes
+        assert [len(source.calls) for source in sources] == sizes
     assert cut_model(nn.Sequential(*layers, CutPoint()), "marks")[1] == [
         "split='marks': CutPoint 6 lies after the last operation, a stage would be empty: remove it"
     ]
@@ -89,10 +89,10 @@ def test_begun_blocks_of_a_sequential_are_marks() -> None:
     for split in ("marks", 3):
         sources, faults = cut_model(model, split)
         assert faults == []
-        assert [source.blocks[0] for source in sources] == [
+        assert [source.calls[0] for source in sources] == [
             "stem Linear",
             "body.1 ReLU",
             "head Linear",
         ]
     sources, faults = cut_model(model, [["B1"], ["B2"]])
-    assert [len(source.blocks) for source in sources] == [4, 1]
+    assert [len(source.calls) for source in sources] == [4, 1]

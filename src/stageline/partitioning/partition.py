@@ -29,7 +29,7 @@ def partition(
         >>> from torch import nn
         >>> from stageline.capturing import capture_sequential
         >>> graph = capture_sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
-        >>> [stage.blocks for stage in partition(graph, split=["2"]).stages]
+        >>> [stage.calls for stage in partition(graph, split=["2"]).stages]
         [('0 Linear', '1 ReLU'), ('2 Linear',)]
 
     Args:

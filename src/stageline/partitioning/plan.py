@@ -23,7 +23,7 @@ class StagePlan:
         index: The stage, in forward order.
         rank: The pipeline rank that holds it.
         device: Where it runs, for the table; "" where that is not decided.
-        blocks: The names of its blocks.
+        calls: The modules that it calls, in order, with the names of their classes.
         module: What runs; None where another process holds it.
         num_parameters: How many numbers it trains or keeps; None where another process knows.
         parameter_bytes: Their bytes, if known.
@@ -35,7 +35,7 @@ class StagePlan:
     index: int
     rank: int
     device: str
-    blocks: tuple[str, ...]
+    calls: tuple[str, ...]
     module: nn.Module | None = field(compare=False, repr=False)
     num_parameters: int | None
     parameter_bytes: int | None = None
@@ -134,7 +134,7 @@ class Plan:
             ...     StagePlan(1, 1, "cpu", ("2 Linear",), None, 55),
             ... ))
             >>> print(plan.table())
-            stage  rank  device  parameters  share  blocks
+            stage  rank  device  parameters  share  calls
                 0     0  cpu            110   67 %  0 Linear .. 1 ReLU (2)
                 1     1  cpu             55   33 %  2 Linear (1)
         """
@@ -147,14 +147,14 @@ class Plan:
             "bytes": [_amount(stage.parameter_bytes) for stage in self.stages],
             "time": _shares([stage.time for stage in self.stages]),
             "receives": [_crossing(stage.receives) for stage in self.stages],
-            "blocks": [_blocks(stage.blocks) for stage in self.stages],
+            "calls": [_calls(stage.calls) for stage in self.stages],
         }
         optional = ("device", "bytes", "time", "receives")
         known = {
             title: cells for title, cells in columns.items() if title not in optional or any(cells)
         }
         rows = zip(*([title, *cells] for title, cells in known.items()), strict=True)
-        table = _aligned(list(rows), left=("device", "receives", "blocks"))
+        table = _aligned(list(rows), left=("device", "receives", "calls"))
         return "\n".join([table, *(_tie(tie) for tie in self.ties)])
 
     def __str__(self) -> str:
@@ -167,8 +167,8 @@ class Plan:
                 "a copy of this plan in JSON",
                 ["its stages are the user's own modules: only a plan of a graph can be saved"],
             )
-        blocks = tuple(stage.blocks for stage in self.stages)
-        return SavedPlan(self.origin, self.cuts, self.placement, blocks).text()
+        calls = tuple(stage.calls for stage in self.stages)
+        return SavedPlan(self.origin, self.cuts, self.placement, calls).text()
 
     @classmethod
     def from_json(cls, text: str, graph: Cuttable) -> Plan:
@@ -202,7 +202,7 @@ def _stage(
         index=index,
         rank=rank,
         device="",
-        blocks=graph.label(begin, end),
+        calls=graph.label(begin, end),
         module=module,
         num_parameters=load.parameters,
         parameter_bytes=load.parameter_bytes,
@@ -243,7 +243,7 @@ def _crossing(values: Sequence[Crossing]) -> str:
     return f"{largest.text}{more}, {show_bytes(sum(value.num_bytes for value in values))}"
 
 
-def _blocks(names: Sequence[str]) -> str:
+def _calls(names: Sequence[str]) -> str:
     if not names:
         return "in another process"
     ends = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"

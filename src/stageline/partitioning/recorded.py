@@ -114,11 +114,11 @@ def cut_planned(plan: Plan) -> CutModel:
     """Return the stages of a plan."""
     staged, graph = plan.parts, plan.graph
     if not isinstance(graph, Graph):  # a chain of blocks: its stages are plain modules
-        return CutModel([StageSource(stage.module, stage.blocks) for stage in plan.stages])
+        return CutModel([StageSource(stage.module, stage.calls) for stage in plan.stages])
     assert isinstance(staged, StagedModel)
     aliases = _complete(graph.model, staged)
     sources = [
-        StageSource(staged.held[stage.index], stage.blocks, fingerprint=graph.fingerprint)
+        StageSource(staged.held[stage.index], stage.calls, fingerprint=graph.fingerprint)
         for stage in plan.stages
     ]
     return CutModel(sources, staged, aliases, _first_names(graph.model), plan, graph.model)

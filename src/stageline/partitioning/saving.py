@@ -46,13 +46,13 @@ class SavedPlan:
         origin: By what the graph is known again.
         cuts: Its positions between the stages.
         placement: The rank of each stage.
-        blocks: The names of each stage's blocks, to say what differs in another model.
+        calls: What each stage calls, to say what differs in another model.
     """
 
     origin: Origin
     cuts: tuple[int, ...]
     placement: tuple[int, ...]
-    blocks: tuple[tuple[str, ...], ...]
+    calls: tuple[tuple[str, ...], ...]
 
     def text(self) -> str:
         """Return the plan as JSON, a line for each entry."""
@@ -66,7 +66,7 @@ class SavedPlan:
             "opened_for": self.origin.opened_for,
             "cuts": self.cuts,
             "placement": self.placement,
-            "blocks": self.blocks,
+            "calls": self.calls,
         }
         lines = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items())
         return "{\n" + ",\n".join(lines) + "\n}"
@@ -92,16 +92,16 @@ def read_plan(text: object) -> tuple[SavedPlan | None, list[str]]:
         entries["opened_for"],
     )
     cuts, placement = tuple(entries["cuts"]), tuple(entries["placement"])
-    blocks = tuple(tuple(names) for names in entries["blocks"])
+    calls = tuple(tuple(names) for names in entries["calls"])
     ends = (0, *cuts, origin.num_nodes)
     if any(begin >= end for begin, end in pairwise(ends)):
         faults.append(f"entry 'cuts': {list(cuts)} is no ascending list below {ends[-1]} nodes")
-    if not len(placement) == len(blocks) == len(cuts) + 1:
+    if not len(placement) == len(calls) == len(cuts) + 1:
         faults.append(
             f"{len(cuts)} cuts make {len(cuts) + 1} stages, but {len(placement)} have a rank and "
-            f"{len(blocks)} have blocks"
+            f"{len(calls)} have calls"
         )
-    return (None, faults) if faults else (SavedPlan(origin, cuts, placement, blocks), [])
+    return (None, faults) if faults else (SavedPlan(origin, cuts, placement, calls), [])
 
 
 def differences(saved: SavedPlan, graph: Cuttable) -> list[str]:
@@ -120,11 +120,11 @@ def differences(saved: SavedPlan, graph: Cuttable) -> list[str]:
 
 
 def _first_difference(saved: SavedPlan, graph: Cuttable) -> list[str]:
-    """Say where the blocks begin to differ, if they do."""
+    """Say where the calls begin to differ, if they do."""
     ends = [min(end, graph.num_nodes) for end in (0, *saved.cuts, saved.origin.num_nodes)]
     for stage, (begin, end) in enumerate(pairwise(ends)):
         here = graph.label(begin, end) if begin < end else ()
-        for was, now in zip_longest(saved.blocks[stage], here, fillvalue="nothing"):
+        for was, now in zip_longest(saved.calls[stage], here, fillvalue="nothing"):
             if was != now:
                 return [f"stage {stage} had {was} where this graph has {now}"]
     return []
@@ -166,7 +166,7 @@ _WANTED = (
     ("cuts", "positions", _is_counts),
     ("placement", "a rank for each stage", _is_counts),
     (
-        "blocks",
+        "calls",
         "names for each stage",
         lambda value: isinstance(value, list) and all(_is_names(one) for one in value),
     ),

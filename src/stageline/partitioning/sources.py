@@ -26,13 +26,13 @@ class StageSource:
 
     Attributes:
         module: What it runs; None where another process has it.
-        blocks: What it consists of, for people.
+        calls: The modules that it calls, for people.
         prefix: What the names of its parameters begin with.
         fingerprint: A digest of the recording it was cut from, if there is one.
     """
 
     module: nn.Module | None
-    blocks: tuple[str, ...]
+    calls: tuple[str, ...]
     prefix: str = ""
     fingerprint: str = ""
 

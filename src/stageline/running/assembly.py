@@ -197,7 +197,7 @@ def describe(cut: CutModel, held: HeldStages, parts: Parts) -> Plan:
         if source.module is not None:
             count = sum(parameter.numel() for parameter in source.module.parameters())
         device = str(parts.devices[rank])
-        here = StagePlan(index, rank, device, source.blocks, modules.get(index), count)
+        here = StagePlan(index, rank, device, source.calls, modules.get(index), count)
         if known:
             here = replace(known[index], rank=rank, device=device, module=modules.get(index))
         stages.append(here)
@@ -238,7 +238,7 @@ def digests(
         if isinstance(value, torch.Tensor)
     ]
     facts = {
-        "the stages": [source.blocks if known else len(sources) for source in sources],
+        "the stages": [source.calls if known else len(sources) for source in sources],
         "the recorded graph": [source.fingerprint for source in sources],
         "the parameters": shapes,
         "the tied parameters": [
