@@ -85,6 +85,21 @@ def test_the_shared_block_gets_its_true_gradient(one_thread: None) -> None:
     pipe.close()
 
 
+def test_a_graph_lists_its_blocks() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    graph = sl.capture(model, (torch.zeros(4, 2),))
+    assert repr(graph) == "Graph of Sequential: 6 nodes, 3 blocks"
+    title, head, *rows = str(graph).splitlines()
+    assert title == repr(graph)
+    assert head == "block  parameters  time  calls"
+    figures = [(row.split()[:2], row.split()[-2:]) for row in rows]
+    assert figures == [
+        (["0", "9"], ["0", "Linear"]),
+        (["1", "0"], ["1", "Tanh"]),
+        (["2", "4"], ["2", "Linear"]),
+    ]
+
+
 def test_pipe_and_stages_print_readably() -> None:
     graph = sl.capture(IterativeNetwork(), (torch.randn(2, 8),))
     plan = sl.partition(graph, split={"iter_block": "end"})

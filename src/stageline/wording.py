@@ -1,6 +1,8 @@
-"""Words for messages."""
+"""Words and tables for people."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 _SPELLED_WITH_VOWEL = "AEFHILMNORSX"  # an LSTM, an MLP; but a GRU
 
@@ -29,3 +31,48 @@ def a_kind(value: object) -> str:
         'an int'
     """
     return a(type(value).__name__)
+
+
+def from_to(names: Sequence[str]) -> str:
+    """Return the first and the last of some names.
+
+    Example:
+        >>> from_to(["a", "b", "c"]), from_to(["a"])
+        ('a .. c', 'a')
+    """
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+
+
+def shares(counts: Sequence[int | None]) -> list[str]:
+    """Return each as a share of all; nothing if one of them is not known.
+
+    Example:
+        >>> shares([1, 3])
+        ['25 %', '75 %']
+    """
+    known = [count for count in counts if count is not None]
+    total = sum(known)
+    if len(known) < len(counts) or not total:
+        return [""] * len(counts)
+    return [f"{100 * count / total:.0f} %" for count in known]
+
+
+def aligned(columns: Mapping[str, Sequence[str]], *, left: Sequence[str] = ()) -> str:
+    """Return columns, by their titles, as a table.
+
+    Example:
+        >>> print(aligned({"stage": ["0", "1"], "name": ["a", "b"]}, left=["name"]))
+        stage  name
+            0  a
+            1  b
+    """
+    widths = {title: max(len(cell) for cell in (title, *cells)) for title, cells in columns.items()}
+    rows = zip(*([title, *cells] for title, cells in columns.items()), strict=True)
+    lines = (
+        "  ".join(
+            cell.ljust(width) if title in left else cell.rjust(width)
+            for cell, (title, width) in zip(row, widths.items(), strict=True)
+        ).rstrip()
+        for row in rows
+    )
+    return "\n".join(lines)

@@ -26,6 +26,7 @@ from stageline.capturing.survey import Survey, survey
 from stageline.capturing.verifying import verify
 from stageline.errors import CaptureError, ConfigError
 from stageline.torch_private import storage_of
+from stageline.wording import aligned, from_to, shares
 
 
 def capture(
@@ -125,11 +126,21 @@ class Graph(Cuttable):
     def model(self) -> nn.Module:
         return self._names.model
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         blocks = len(self.cuts) + 1
         return f"Graph of {type(self.model).__name__}: {self.num_nodes} nodes, {blocks} blocks"
 
-    __repr__ = __str__
+    def __str__(self) -> str:
+        """List the blocks, which are what ``split=[3, 2]`` counts."""
+        spans = list(pairwise([0, *self.cuts, self.num_nodes]))
+        loads = [self.load(*span) for span in spans]
+        columns = {
+            "block": [str(index) for index in range(len(spans))],
+            "parameters": [f"{load.parameters:,}" for load in loads],
+            "time": shares([load.time for load in loads]),
+            "calls": [from_to(self.label(*span)) for span in spans],
+        }
+        return f"{self!r}\n{aligned(columns, left=['calls'])}"
 
     @cached_property
     def cuts(self) -> Sequence[int]:  # type: ignore[override]  # computed when first asked for

@@ -13,6 +13,7 @@ from stageline.capturing.graph import Crossing, Cuttable, Tie
 from stageline.errors import ConfigError
 from stageline.partitioning.amounts import show_bytes
 from stageline.partitioning.saving import Origin, SavedPlan, differences, read_plan
+from stageline.wording import aligned, from_to, shares
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,9 @@ class Plan:
             "rank": [str(stage.rank) for stage in self.stages],
             "device": [stage.device for stage in self.stages],
             "parameters": [_number(stage.num_parameters) for stage in self.stages],
-            "share": _shares([stage.num_parameters for stage in self.stages]),
+            "share": shares([stage.num_parameters for stage in self.stages]),
             "bytes": [_amount(stage.parameter_bytes) for stage in self.stages],
-            "time": _shares([stage.time for stage in self.stages]),
+            "time": shares([stage.time for stage in self.stages]),
             "receives": [_crossing(stage.receives) for stage in self.stages],
             "calls": [_calls(stage.calls) for stage in self.stages],
         }
@@ -153,8 +154,7 @@ class Plan:
         known = {
             title: cells for title, cells in columns.items() if title not in optional or any(cells)
         }
-        rows = zip(*([title, *cells] for title, cells in known.items()), strict=True)
-        table = _aligned(list(rows), left=("device", "receives", "calls"))
+        table = aligned(known, left=("device", "receives", "calls"))
         return "\n".join([table, *(_tie(tie) for tie in self.ties)])
 
     def __str__(self) -> str:
@@ -220,15 +220,6 @@ def _amount(count: int | None) -> str:
     return "" if count is None else show_bytes(count)
 
 
-def _shares(counts: Sequence[int | None]) -> list[str]:
-    """Return each as a share of all; nothing if one of them is not known."""
-    known = [count for count in counts if count is not None]
-    total = sum(known)
-    if len(known) < len(counts) or not total:
-        return [""] * len(counts)
-    return [f"{100 * count / total:.0f} %" for count in known]
-
-
 def _crossing(values: Sequence[Crossing]) -> str:
     """Return the largest of the values that cross, and how many others there are.
 
@@ -244,26 +235,10 @@ def _crossing(values: Sequence[Crossing]) -> str:
 
 
 def _calls(names: Sequence[str]) -> str:
-    if not names:
-        return "in another process"
-    ends = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-    return f"{ends} ({len(names)})"
+    return f"{from_to(names)} ({len(names)})" if names else "in another process"
 
 
 def _tie(tie: Tie) -> str:
     *first, last = (str(stage) for stage in tie.stages)
     counted = f", {tie.num_parameters:,} parameters counted in each" if tie.num_parameters else ""
     return f"tied: {' = '.join(tie.names)} in stages {', '.join(first)} and {last}{counted}"
-
-
-def _aligned(rows: Sequence[tuple[str, ...]], *, left: Sequence[str]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    to_left = [title in left for title in rows[0]]
-    lines = (
-        "  ".join(
-            cell.ljust(width) if leftish else cell.rjust(width)
-            for cell, width, leftish in zip(row, widths, to_left, strict=True)
-        ).rstrip()
-        for row in rows
-    )
-    return "\n".join(lines)
