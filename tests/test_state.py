@@ -242,8 +242,15 @@ def test_train_and_eval_reach_every_layer() -> None:
 
 
 def test_a_model_that_comes_in_eval_mode_computes_as_the_plain_one() -> None:
-    """Pretrained models come so; building a pipeline changes no layer's mode."""
-    pipe = sl.Pipeline(norms().eval(), split=2, num_microbatches=2, loss_fn=F.mse_loss)
+    """Pretrained models come so; building a pipeline changes no layer's mode.
+
+    The pipeline itself begins in train mode: a step gives gradients, as backward of the plain
+    model would.
+    """
+    model = norms().eval()
+    pipe = sl.Pipeline(model, split=2, num_microbatches=2, loss_fn=F.mse_loss)
+    assert pipe.training
+    assert not any(module.training for module in model)
     plain = norms().eval()
     x, y = torch.randn(4, 4), torch.randn(4, 6)
     pipe.step(x, target=y)

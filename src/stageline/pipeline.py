@@ -51,6 +51,10 @@ class Pipeline:
     Under ``python`` every rank is a thread of the process; under ``torchrun`` every process is a
     rank. The script is the same.
 
+    A pipeline begins in train mode: ``step`` computes gradients. Building it changes the mode of no
+    module, so that a model in eval mode computes as it would alone, without dropout; ``train()``
+    and ``eval()`` change the pipeline and all its modules.
+
     Args:
         model: Any module. It is run once on the example and recorded; an ``nn.Sequential`` is cut
             between its children without that.
@@ -254,7 +258,7 @@ class Pipeline:
         return engine.infer(args, kwargs, observer)
 
     def train(self, mode: bool = True) -> Pipeline:
-        """Put all stages into training mode."""
+        """Put the pipeline and all modules of its stages into training mode."""
         self.training = mode
         self._stages.train(mode)
         if self._engine.recordings is not None:
@@ -262,7 +266,7 @@ class Pipeline:
         return self
 
     def eval(self) -> Pipeline:
-        """Put all stages into evaluation mode."""
+        """Put the pipeline and all modules of its stages into evaluation mode."""
         return self.train(False)
 
     def parameters(self) -> Iterator[nn.Parameter]:
