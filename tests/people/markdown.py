@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 from collections.abc import Iterator
@@ -41,20 +42,39 @@ def preceded_by(mark: str, lines: list[str]) -> bool:
     return next((line.strip() for line in reversed(lines) if line.strip()), "") == mark
 
 
-def as_script(page: str) -> str:
+def running(page: str) -> list[Block]:
+    """Return the blocks of a page that are Python and run."""
+    return [block for block in blocks(page) if block.language == "python" and block.runs]
+
+
+def as_script(page: str, *, mark: str | None = None) -> str:
     """Return the Python code of a page as one script, each line where it stands in the page.
 
-    A traceback then names the line of the page.
+    A traceback then names the line of the page. Before each block a mark is printed, if there is
+    one, so that one can tell what a block has printed.
 
     >>> as_script("# Title\\n```python\\nx = 1\\n```\\ntext\\n```python\\nprint(x)\\n```\\n")
     '\\n\\nx = 1\\n\\n\\n\\nprint(x)\\n'
     """
     script: list[str] = []
-    for block in blocks(page):
-        if block.language == "python" and block.runs:
-            script += [""] * (block.first_line - 1 - len(script))
-            script += block.code.split("\n")
+    for block in running(page):
+        script += [""] * (block.first_line - 1 - len(script))
+        if mark is not None:
+            script[-1] = f"print({mark!r})"  # in place of the fence
+        script += block.code.split("\n")
     return "\n".join(script) + "\n"
+
+
+def shown_after(page: str, block: Block) -> str:
+    """Return the indented lines that follow a block, which show what it prints; "" for none.
+
+    >>> page = "```python\\nprint(1)\\n```\\n\\n    1\\n\\nNext\\n"
+    >>> shown_after(page, running(page)[0])
+    '1'
+    """
+    rest = page.splitlines()[block.first_line + block.code.count("\n") + 1 :]
+    shown = itertools.takewhile(lambda line: not line or line.startswith("    "), rest)
+    return textwrap.dedent("\n".join(shown)).strip("\n")
 
 
 def commands(page: str) -> Iterator[str]:
