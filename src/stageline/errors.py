@@ -11,6 +11,7 @@
         ├── StepError                   an action raised: rank, stage, microbatch, action, cause
         ├── EdgeError                   a value cannot cross between two stages, or another one came
         └── PeerError                   another rank of the job is gone, silent or out of step
+    RemoteCause         (Exception)     the __cause__ of these: what another process raised, as text
 
 The class says who must act: a ``ValueError`` is the caller's argument, a ``PipeError`` is what
 happened while the pipeline ran. Wrong arithmetic of our own is an ``assert``.
@@ -23,7 +24,13 @@ from typing import Any
 
 
 class StagelineError(Exception):
-    """The root of all exceptions of this library."""
+    """The root of all exceptions of this library.
+
+    Attributes:
+        failure: What happened on another rank, where that is the reason.
+    """
+
+    failure: object | None = None
 
 
 class ConfigError(StagelineError, ValueError):
@@ -92,12 +99,44 @@ class StepError(PipeError):
     def __str__(self) -> str:
         where = f"rank {self.rank}, stage {self.stage}, microbatch {self.microbatch}"
         cause = self.__cause__
-        why = "" if cause is None else f": {type(cause).__name__}: {cause}"
+        why = "" if cause is None else f": {told(cause)}"
         return f"{where}: action {self.action} failed{why}{self.hint and ' ' + self.hint}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The cause stays behind, as it does with every exception that is pickled.
         return (_step_error, (self.rank, self.stage, self.microbatch, self.action, self.hint))
+
+
+def told(cause: BaseException) -> str:
+    """Return an exception as the last line of a traceback shows it."""
+    if isinstance(cause, RemoteCause):
+        return cause.summary
+    return f"{type(cause).__name__}: {cause}"
+
+
+class RemoteCause(Exception):
+    """What another process raised, as text; the ``__cause__`` of what is raised here.
+
+    Attributes:
+        rank: Where it was raised.
+        kind: The name of its type.
+        message: What it said.
+        trace: Its traceback.
+    """
+
+    def __init__(self, rank: int, kind: str, message: str, trace: str) -> None:
+        self.rank = rank
+        self.kind = kind
+        self.message = message
+        self.trace = trace
+        super().__init__(rank, kind, message, trace)
+
+    @property
+    def summary(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+    def __str__(self) -> str:
+        return f"on rank {self.rank}:\n\n{self.trace}"
 
 
 def _step_error(rank: int, stage: int, microbatch: int, action: str, hint: str) -> StepError:

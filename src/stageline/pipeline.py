@@ -18,6 +18,7 @@ from stageline.partitioning.splits import Split
 from stageline.partitioning.weighing import Balance
 from stageline.planning import forecast
 from stageline.running import assembly, differentiable
+from stageline.running.building import Builders
 from stageline.running.engine import Engine
 from stageline.running.events import Observer
 from stageline.running.foreign import ForeignParameters
@@ -79,11 +80,14 @@ class Pipeline:
         init_stage: ``(module, index)``, for a model on meta: sets the weights of a stage of this
             process, instead of the modules' own ``reset_parameters``.
         batch_dims: The batch dimension of all tensors, or by leaf: ``{"args[0]": 1, "output": 1}``.
-        transport: ``"memory"``, ``"process-group"`` or a transport; chosen automatically if left
-            out.
+        transport: ``"memory"`` (threads of this process), ``"shared-memory"`` (processes of one
+            host), ``"process-group"`` (gloo, any number of hosts) or a transport; chosen
+            automatically if left out.
         keep_outputs: Whether ``step`` returns the outputs of the batch beside its loss.
         share_outputs: Whether outputs reach every process, or stay on that of the last stage.
-        timeout: Seconds to wait for another process before giving up.
+        timeout: Seconds to wait for another process to build its part of the pipeline.
+        heartbeat_timeout: Seconds without a sign of life after which a process counts as dead. One
+            that is alive and slow is waited for.
         observer: Called with an ``ActionDone`` after each action, in the thread of its rank.
     """
 
@@ -110,6 +114,7 @@ class Pipeline:
         keep_outputs: bool = False,
         share_outputs: bool = True,
         timeout: float = 1800.0,
+        heartbeat_timeout: float = 30.0,
         observer: Observer | None = None,
     ) -> None:
         if ranks is None and isinstance(plan, Plan):
@@ -128,15 +133,18 @@ class Pipeline:
             keep_outputs=keep_outputs,
             share_outputs=share_outputs,
             timeout=timeout,
+            heartbeat_timeout=heartbeat_timeout,
             observer=observer,
         )
         example = Example(example_args, example_kwargs, balance, memory_limit, ranks)
-        if plan is not None:
-            cut, faults = _planned(plan, model, split, example)
-        else:
-            wanted = self._default_split(settings) if split is None else split
-            cut, faults = cut_any(model, wanted, example)
-        self._assemble("sl.Pipeline", cut, settings, faults)
+        builders = Builders(settings.join(settings.world()))
+        with builders.together():
+            if plan is not None:
+                cut, faults = _planned(plan, model, split, example)
+            else:
+                wanted = self._default_split(settings) if split is None else split
+                cut, faults = cut_any(model, wanted, example, builders.decide)
+            self._assemble("sl.Pipeline", cut, settings, faults, builders)
 
     @staticmethod
     def _default_split(settings: Settings) -> int | None:
@@ -176,17 +184,23 @@ class Pipeline:
         unknown = [name for name in settings if name not in Settings.__dataclass_fields__]
         if unknown:
             raise TypeError(f"from_stages() got an unexpected keyword argument {unknown[0]!r}")
-        sources, faults = read_stages(stages, num_stages)
-        pipe = cls.__new__(cls)
-        pipe._assemble(
-            "sl.Pipeline.from_stages",
-            CutModel(sources),
-            Settings(**settings, unpack_tuples=unpack_tuples),
-            faults,
-        )
+        said = Settings(**settings, unpack_tuples=unpack_tuples)
+        builders = Builders(said.join(said.world()))
+        with builders.together():
+            sources, faults = read_stages(stages, num_stages)
+            pipe = cls.__new__(cls)
+            what = "sl.Pipeline.from_stages"
+            pipe._assemble(what, CutModel(sources), said, faults, builders)
         return pipe
 
-    def _assemble(self, what: str, cut: CutModel, settings: Settings, faults: list[str]) -> None:
+    def _assemble(
+        self,
+        what: str,
+        cut: CutModel,
+        settings: Settings,
+        faults: list[str],
+        builders: Builders,
+    ) -> None:
         """Check everything and report all faults at once; then build plan and engine."""
         world, sources = settings.world(), cut.sources
         shared, shared_faults = find_shared(_held(sources))
@@ -211,7 +225,7 @@ class Pipeline:
         self._engine = Engine(
             programs=assembly.programs(self._stages, parts, settings.unpack_tuples),
             timetable=parts.timetable,
-            runner=assembly.runner_for(sources, shared, settings, world, parts),
+            runner=assembly.runner_for(sources, shared, settings, builders, parts),
             loss_rule=LossRule(settings.loss_fn, settings.loss_reduction),
             batch_dims=settings.batch_dims,
             keeps_outputs=settings.keep_outputs,

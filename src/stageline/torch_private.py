@@ -19,15 +19,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 
+# torch.distributed has these without exporting them: the store of a job, a part of one, and the
+# group that a pipeline makes and drops by itself.
+from torch._C._distributed_c10d import PrefixStore, Store
+
 # Where a vmap begins; torch.func.vmap and torch.vmap call it by the name in this module, so that
 # it is the one place to record a vmap as one step.
 from torch._functorch import apis as functorch_apis
 from torch.autograd.graph import GradientEdge, Node
+from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_store
 
 # There is no public way to see which modes are active.
 from torch.overrides import _get_current_function_mode_stack
@@ -61,11 +67,15 @@ __all__ = [
     "DisableTorchFunction",
     "GetAttrKey",
     "MappingKey",
+    "PrefixStore",
     "SequenceKey",
+    "Store",
     "TorchDispatchMode",
     "TreeSpec",
     "checkpoint_module",
     "compiler_is_loaded",
+    "connect_gloo",
+    "default_store",
     "engine_will_run",
     "foreign_modes",
     "functorch_apis",
@@ -111,6 +121,20 @@ def run_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Ten
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a gloo group outside of torch's own list of groups; it ends when it is dropped.
+
+    ``torch.distributed.new_group`` would keep it for ever, and its name for the next one.
+    """
+    return ProcessGroupGloo(store, rank, size, timeout)
+
+
+def default_store() -> Store:
+    """Return the store through which the processes of the job have found each other."""
+    store: Store = _get_default_store()
+    return store
 
 
 def engine_will_run(node: Node) -> bool:

@@ -252,9 +252,10 @@ def test_a_forward_only_run_holds_a_constant_number_of_packets() -> None:
     assert most <= 2 * (2 + 1)
 
 
-def _boundary_tensors(rank: int) -> list[int]:
+def _boundary_tensors(rank: int, transport: str) -> list[int]:
     """Count tensors of a size that only boundary values have, in a process, after each action."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     rows, width, count = 3, 1009, 8
     seen: list[int] = []
 
@@ -274,6 +275,7 @@ def _boundary_tensors(rank: int) -> list[int]:
         schedule="1f1b",
         loss_fn=nn.functional.mse_loss,
         observer=observe,
+        transport=transport,
         timeout=30,
     )
     pipe.step(torch.randn(rows * count, 4), target=torch.randn(rows * count, 4))
@@ -282,11 +284,14 @@ def _boundary_tensors(rank: int) -> list[int]:
 
 
 @pytest.mark.processes
-def test_boundary_buffers_between_processes_follow_the_schedule(two_ranks: RankPool) -> None:
+@pytest.mark.parametrize("transport", ["shared-memory", "process-group"])
+def test_boundary_buffers_between_processes_follow_the_schedule(
+    transport: str, two_ranks: RankPool
+) -> None:
     """A naive runtime keeps a receive buffer and a sent activation per microbatch: 8 and 8.
 
     Here rank 0 has what it has sent and not yet been told is taken, rank 1 what it works on.
     """
-    first, second = two_ranks.run(_boundary_tensors)
+    first, second = two_ranks.run(_boundary_tensors, transport)
     assert max(first) <= 4
     assert max(second) <= 4

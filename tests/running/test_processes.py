@@ -196,26 +196,25 @@ def test_a_pipeline_that_does_not_fit_the_world_is_refused(two_ranks: RankPool) 
         assert "2 ranks for 1 stages: every rank needs a stage" in second
 
 
-def _announced_only(rank: int) -> str:
-    """Rank 0 announces its step and stops there; what rank 1 finds is reported."""
+def _another_batch(rank: int, rows: int) -> str:
     pipe = pipeline()
     x, y = batch()
-    runner = pipe._engine.runner
-    if rank == 0:
-        from stageline.running.timetable import Purpose
-
-        runner.begin(Purpose.TRAIN, lambda: 8)
-        pipe.close()
-        return ""
+    given = 8 if rank == 0 else rows
     with pytest.raises(sl.PeerError) as caught:
-        pipe.step(x[:6], target=y[:6])
-    pipe.close()
+        pipe.step(x[:given], target=y[:given])
+    pipe.step(x, target=y)
     return str(caught.value)
 
 
-def test_a_rank_with_another_batch_is_told_both_sizes(two_ranks: RankPool) -> None:
-    _, message = two_ranks.run(_announced_only)
-    assert "rank 1 was given another batch: 6 rows, and 8 on rank 0" in message
+@pytest.mark.parametrize("rows", [7, 6, 1])
+def test_a_rank_with_another_batch_is_told_the_leaf_and_both_values(
+    rows: int, two_ranks: RankPool
+) -> None:
+    """With 1 row there are fewer microbatches, and one rank waits for what never comes."""
+    first, second = two_ranks.run(_another_batch, rows)
+    assert first == second
+    assert first.startswith("rank 1 was given another batch than rank 0: args[0] is float32")
+    assert f"float32 ({rows}, 4) on rank 1 and float32 (8, 4) on rank 0" in first
 
 
 def _bad_batch_on_the_first_rank(rank: int) -> str:
@@ -234,27 +233,26 @@ def test_a_step_that_cannot_begin_fails_on_every_rank_and_the_next_one_works(
 ) -> None:
     first, second = two_ranks.run(_bad_batch_on_the_first_rank)
     assert first.startswith("BatchError: args[0] says the batch has 0 rows")
-    assert second.startswith("PeerError: rank 0 could not begin this step")
+    assert second.startswith(
+        "PeerError: rank 0 failed in a training step: args[0] says the batch has 0 rows"
+    )
 
 
 def _another_mode(rank: int) -> str:
     pipe = pipeline()
     x, y = batch()
-    if rank == 0:
-        from stageline.running.timetable import Purpose
-
-        pipe._engine.runner.begin(Purpose.EVALUATE, lambda: 8)
-        pipe.close()
-        return ""
+    pipe.train(rank == 1)
     with pytest.raises(sl.PeerError) as caught:
         pipe.step(x, target=y)
-    pipe.close()
+    pipe.train()
+    pipe.step(x, target=y)
     return str(caught.value)
 
 
 def test_ranks_in_different_modes_are_told(two_ranks: RankPool) -> None:
-    _, message = two_ranks.run(_another_mode)
-    assert message.startswith("rank 1 is at a training step, rank 0 at an evaluation step")
+    messages = two_ranks.run(_another_mode)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("rank 1 is at a training step, rank 0 at an evaluation step")
 
 
 def _two_pipelines_take_turns(rank: int) -> list[float]:

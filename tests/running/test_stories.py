@@ -291,6 +291,8 @@ def test_copying_a_pipeline_says_what_to_copy() -> None:
 
 def _different_pipelines(rank: int, what: str) -> str:
     settings: dict[str, Any] = {"split": [2, 1], "num_microbatches": 4, "schedule": "1f1b"}
+    torch.manual_seed(0)
+    model = nn.Sequential(linear(), nn.ReLU(), linear())
     if rank == 1:
         changes: dict[str, dict[str, Any]] = {
             "split": {"split": [1, 2]},
@@ -298,19 +300,16 @@ def _different_pipelines(rank: int, what: str) -> str:
             "microbatches": {"num_microbatches": 2},
             "outputs": {"keep_outputs": True},
         }
-        settings |= changes[what]
-    model = nn.Sequential(linear(), nn.ReLU(), linear())
-    pipe = sl.Pipeline(model, loss_fn=F.mse_loss, timeout=20, **settings)
-    if rank == 0:
-        from stageline.running.timetable import Purpose
-
-        pipe._engine.runner.begin(Purpose.TRAIN, lambda: 8)  # rank 1 stops right after
-        pipe.close()
-        return ""
-    x, y = batch()
+        settings |= changes.get(what, {})
+        if what == "model":
+            model[2] = nn.Linear(6, 3)
+        elif what == "code":
+            model[1] = nn.Tanh()
+        elif what == "seed":
+            torch.manual_seed(1)
     with pytest.raises(sl.PeerError) as caught:
-        pipe.step(x, target=y)
-    pipe.close()
+        sl.Pipeline(model, loss_fn=F.mse_loss, timeout=20, **settings)
+    torch.manual_seed(0)
     return str(caught.value)
 
 
@@ -318,18 +317,45 @@ def _different_pipelines(rank: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("split", "the stages"),
-        ("schedule", "the schedule"),
-        ("microbatches", "the schedule"),
-        ("outputs", "keep_outputs or share_outputs"),
+        ("schedule", "the schedule: the row of rank 0 is 0F0 0F1 0B0 0F2"),
+        ("microbatches", "the number of microbatches: it is 4 on rank 0 and 2 on rank 1"),
+        ("outputs", "the settings: keep_outputs is False on rank 0 and True on rank 1"),
+        ("model", "the parameters: 2.weight is float32 (6, 6) on rank 0 and float32 (3, 6) on"),
+        ("code", "the stages: stage 0 is 0 Linear, 1 ReLU on rank 0 and 0 Linear, 1 Tanh on rank"),
     ],
 )
 def test_ranks_that_built_different_pipelines_are_told(
     what: str, told: str, two_ranks: RankPool
 ) -> None:
-    """With other cuts, block 1 ran on both ranks, and both agreed on a wrong loss."""
-    _, message = two_ranks.run(_different_pipelines, what)
-    assert f"ranks 0 and 1 have built different pipelines: they differ in {told}" in message
+    first, second = two_ranks.run(_different_pipelines, what)
+    assert first == second
+    assert f"ranks 0 and 1 have built different pipelines: they differ in {told}" in first
+
+
+@pytest.mark.processes
+def test_ranks_with_different_seeds_are_told(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(_different_pipelines, "seed"):
+        assert message.startswith("rank 1 has another seed than rank 0")
+        assert "with 1 on rank 1 and with 0 on rank 0" in message
+
+
+def _other_cuts(rank: int) -> tuple[list[str], float]:
+    pipe = sl.Pipeline(
+        nn.Sequential(linear(), nn.ReLU(), linear()),
+        split=[2, 1] if rank == 0 else [1, 2],
+        loss_fn=F.mse_loss,
+        timeout=20,
+    )
+    x, y = batch()
+    return [name for name, _ in pipe.named_parameters()], pipe.step(x, target=y).loss.item()
+
+
+@pytest.mark.processes
+def test_rank_0_says_where_to_cut(two_ranks: RankPool) -> None:
+    """With cuts of its own, rank 1 ran block 1 again, and both agreed on a wrong loss."""
+    (first, loss), (second, other) = two_ranks.run(_other_cuts)
+    assert (first, second) == (["0.weight", "0.bias"], ["2.weight", "2.bias"])
+    assert loss == other
 
 
 def _only_own_stages_stay(rank: int) -> list[bool]:
@@ -350,20 +376,19 @@ def test_a_process_keeps_only_its_own_stages_alive(two_ranks: RankPool) -> None:
     assert two_ranks.run(_only_own_stages_stay) == [[True, False], [False, True]]
 
 
-def _closed_and_used_again(rank: int) -> list[float]:
+def _closed_and_used_again(rank: int) -> str:
     pipe = sl.Pipeline(nn.Sequential(linear(), linear()), split=2, loss_fn=F.mse_loss, timeout=20)
     x, y = batch()
-    losses = [pipe.step(x, target=y).loss.item()]
+    pipe.step(x, target=y)
     pipe.close()
-    pipe.eval()
-    losses += [pipe.step(x, target=y).loss.item() for _ in range(4)]
     pipe.close()
-    return losses
+    with pytest.raises(sl.PipeError) as caught:
+        pipe.step(x, target=y)
+    return str(caught.value)
 
 
 @pytest.mark.processes
-def test_an_evaluation_after_close_does_not_hang(two_ranks: RankPool) -> None:
-    """The thread that gives credits back had ended, and the third packet waited for ever."""
-    first, second = two_ranks.run(_closed_and_used_again)
-    assert first == second
-    assert len(first) == 5
+def test_a_pipeline_of_processes_that_was_closed_says_so(two_ranks: RankPool) -> None:
+    """Once, the thread that gives credits back had ended, and the third packet waited for ever."""
+    for message in two_ranks.run(_closed_and_used_again):
+        assert message == "this pipeline was closed on this rank: build another one"

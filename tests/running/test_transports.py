@@ -1,21 +1,22 @@
-"""One contract, three transports."""
+"""One contract, four transports."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from stageline.errors import EdgeError, PeerError
 from stageline.running.boundary import leave
-from stageline.running.transports.base import Aborted, Exchange, ThreadTransport
+from stageline.running.control import Failure
+from stageline.running.transports.base import Aborted, Endpoint, Exchange, ThreadTransport
 from stageline.running.transports.memory import MemoryTransport
-from stageline.running.transports.process_group import ProcessGroupTransport
 from stageline.running.workers import WorkerPool
 from stageline.testing import OrderedTransport, RankPool
+from tests.running.carriers import CARRIERS, carrier, member_of_the_job
 from tests.running.scenarios import (
     SCENARIOS,
     a_send_does_not_wait_for_its_receiver,
@@ -53,12 +54,9 @@ def _scenario(name: str) -> Callable[..., list[str]]:
     return {**SCENARIOS, **EXTRA}[name]
 
 
-def on_a_process(rank: int, name: str, window: int | None = None) -> list[str]:
-    transport = ProcessGroupTransport(dist.new_group(backend="gloo"), timeout=20)
-    try:
-        return _scenario(name)(rank, transport.open(window=window))
-    finally:
-        transport.close()
+def on_a_process(rank: int, transport: str, name: str, window: int | None = None) -> list[str]:
+    with carrier(transport) as opened:
+        return _scenario(name)(rank, opened.open(epoch=0, window=window))
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -69,8 +67,9 @@ def test_contract_on_threads(transport: str, name: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_contract_on_processes(name: str, two_ranks: RankPool) -> None:
-    assert two_ranks.run(on_a_process, name) == [[], []]
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_contract_on_processes(transport: str, name: str, two_ranks: RankPool) -> None:
+    assert two_ranks.run(on_a_process, transport, name) == [[], []]
 
 
 # On the strict transport this very order is an error, as it would be a deadlock on NCCL.
@@ -80,9 +79,10 @@ def test_sends_do_not_wait_in_memory() -> None:
 
 
 @pytest.mark.processes
-def test_sends_do_not_wait_between_processes(two_ranks: RankPool) -> None:
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_sends_do_not_wait_between_processes(transport: str, two_ranks: RankPool) -> None:
     name = a_send_does_not_wait_for_its_receiver.__name__
-    assert two_ranks.run(on_a_process, name) == [[], []]
+    assert two_ranks.run(on_a_process, transport, name) == [[], []]
 
 
 def test_two_sends_that_face_each_other_are_an_error_on_the_strict_transport() -> None:
@@ -97,9 +97,10 @@ def test_a_window_loses_nothing_on_threads(transport: str) -> None:
 
 
 @pytest.mark.processes
-def test_a_window_loses_nothing_between_processes(two_ranks: RankPool) -> None:
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_a_window_loses_nothing_between_processes(transport: str, two_ranks: RankPool) -> None:
     name = many_packets_through_a_window.__name__
-    assert two_ranks.run(on_a_process, name, 2) == [[], []]
+    assert two_ranks.run(on_a_process, transport, name, 2) == [[], []]
 
 
 @pytest.mark.parametrize("transport", THREAD_TRANSPORTS)
@@ -154,16 +155,14 @@ def test_abort_wakes_who_waits(transport: str, what: str) -> None:
 
 
 def _expect_something_else(rank: int) -> str:
-    transport = ProcessGroupTransport(dist.new_group(backend="gloo"), timeout=20)
-    endpoint = transport.open(window=None)
-    if rank == 0:
-        endpoint.send(edge(5), leave(torch.zeros(1))[0])
-        transport.close()
-        return ""
-    with pytest.raises(PeerError) as caught:
-        endpoint.receive(edge(4)).wait()
-    transport.close()
-    return str(caught.value)
+    with carrier("process-group") as transport:
+        endpoint = transport.open(epoch=1, window=None)
+        if rank == 0:
+            endpoint.send(edge(5), leave(torch.zeros(1))[0])
+            return ""
+        with pytest.raises(PeerError) as caught:
+            endpoint.receive(edge(4)).wait()
+        return str(caught.value)
 
 
 @pytest.mark.processes
@@ -173,23 +172,35 @@ def test_ranks_that_lost_step_are_told(two_ranks: RankPool) -> None:
     assert "same script" in message
 
 
-def _wait_for_nothing(rank: int) -> str:
-    transport = ProcessGroupTransport(dist.new_group(backend="gloo"), timeout=0.2)
-    message = ""
-    if rank == 1:
-        with pytest.raises(PeerError) as caught:
-            transport.open(window=None).receive(edge(4)).wait()
-        message = str(caught.value)
-    transport.close()
-    return message
+def _wait_for_rank_0(endpoint: Endpoint, what: str) -> None:
+    if what == "receive":
+        endpoint.receive(edge(4)).wait()
+    for index in range(3):
+        endpoint.send(edge(index, source=1), leave(torch.zeros(1))[0])
+
+
+def _wait_for_a_rank_that_fails(rank: int, name: str, what: str) -> str:
+    with member_of_the_job() as member:
+        transport = CARRIERS[name](member)
+        member.on_failure = transport.abort
+        endpoint = transport.open(epoch=0, window=1)
+        if rank == 0:
+            time.sleep(0.2)
+            member.fail(Failure(0, 0, "rank 0 has no more paper"))
+            assert member.await_failure(5) is not None
+        else:
+            with pytest.raises(Aborted):
+                _wait_for_rank_0(endpoint, what)
+        assert member.failure is not None
+        transport.close()
+        return member.failure.text
 
 
 @pytest.mark.processes
-def test_a_wait_between_processes_has_a_deadline_and_a_name() -> None:
-    pool = RankPool(2)
-    try:
-        _, message = pool.run(_wait_for_nothing)
-    finally:
-        pool.close()
-    assert "rank 1 waited for edge 0->1 F4 from rank 0, and it did not come" in message
-    assert "timeout=0.2 s" in message
+@pytest.mark.parametrize("name", CARRIERS)
+@pytest.mark.parametrize("what", ["receive", "window"])
+def test_a_failure_elsewhere_wakes_who_waits(name: str, what: str, two_ranks: RankPool) -> None:
+    """gloo can neither cancel a receive nor ask whether it is done."""
+    assert (
+        two_ranks.run(_wait_for_a_rank_that_fails, name, what) == ["rank 0 has no more paper"] * 2
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -43,6 +44,18 @@ def partition(
         ranks: How many ranks share the stages, each some that follow each other; one per stage if
             left out.
     """
+    return decided(graph, split, splits.decide_alone, balance, memory_limit, ranks)
+
+
+def decided(
+    graph: Cuttable,
+    split: splits.Split,
+    decide: splits.Decide,
+    balance: Balance,
+    memory_limit: int | str | None,
+    ranks: int | None,
+) -> Plan:
+    """Cut a captured model where somebody decides; the rest as in ``partition``."""
     limit = read_bytes(memory_limit)
     faults = [*_graph_faults(graph), *splits.find_faults(split)]
     faults += option_faults(balance, memory_limit, ranks)
@@ -53,9 +66,8 @@ def partition(
     graph = graph.opened_at(paths, num_stages=opened_for)
     if graph.findings:
         raise ConfigError("sl.partition", graph.findings)
-    cuts, faults = splits.resolve(
-        graph, split, balance=balance, memory_limit=limit, num_ranks=ranks
-    )
+    resolve = partial(splits.resolve, graph, split, balance=balance)
+    cuts, faults = decide(graph, partial(resolve, memory_limit=limit, num_ranks=ranks))
     num_stages = len(cuts) + 1
     if not faults and ranks is not None and ranks > num_stages:
         faults = [f"ranks={ranks}: there are only {num_stages} stages: use as many ranks"]

@@ -13,7 +13,7 @@ from stageline.capturing.staged import StagedModel, VariantStage
 from stageline.errors import ConfigError
 from stageline.partitioning import splits
 from stageline.partitioning.amounts import read_bytes
-from stageline.partitioning.partition import option_faults, partition
+from stageline.partitioning.partition import decided, option_faults
 from stageline.partitioning.plan import Plan
 from stageline.partitioning.sources import StageSource, cut_model, is_chain
 from stageline.partitioning.weighing import Balance
@@ -74,10 +74,16 @@ class CutModel:
         return {name: index for index, (name, _) in enumerate(self.model.named_parameters())}
 
 
-def cut_any(model: object, split: object, example: Example) -> tuple[CutModel, list[str]]:
+def cut_any(
+    model: object,
+    split: object,
+    example: Example,
+    decide: splits.Decide = splits.decide_alone,
+) -> tuple[CutModel, list[str]]:
     """Cut a model as the user said; return its stages and what is wrong.
 
-    An ``nn.Sequential`` is cut between its children; every other model is recorded.
+    An ``nn.Sequential`` is cut between its children; every other model is recorded. ``decide`` has
+    the last word on where the cuts lie: processes that build one pipeline must agree.
     """
     faults = example.faults()
     if faults:
@@ -89,6 +95,7 @@ def cut_any(model: object, split: object, example: Example) -> tuple[CutModel, l
             balance=example.balance,
             memory_limit=read_bytes(example.memory_limit),
             ranks=example.ranks,
+            decide=decide,
         )
         if not faults or not example.is_given or not isinstance(model, nn.Module):
             whole = model if isinstance(model, nn.Module) else None
@@ -98,12 +105,13 @@ def cut_any(model: object, split: object, example: Example) -> tuple[CutModel, l
         return CutModel(), faults
     try:
         graph = capture(model, tuple(example.args or ()), dict(example.kwargs or {}))
-        plan = partition(
+        plan = decided(
             graph,
             split,  # type: ignore[arg-type]  # find_faults has looked at it
-            balance=example.balance,
-            memory_limit=example.memory_limit,
-            ranks=example.ranks if example.memory_limit is not None else None,
+            decide,
+            example.balance,
+            example.memory_limit,
+            example.ranks if example.memory_limit is not None else None,
         )
     except ConfigError as error:
         return CutModel(), list(error.findings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -49,6 +50,7 @@ def cut_model(
     balance: Balance = "time",
     memory_limit: int | None = None,
     ranks: int | None = None,
+    decide: splits.Decide = splits.decide_alone,
 ) -> tuple[list[StageSource], list[str]]:
     """Cut a Sequential as the user said; return its stages and what is wrong."""
     faults = [*_model_faults(model), *splits.find_faults(split)]
@@ -62,9 +64,8 @@ def cut_model(
         faults.append("model: it has no children but CutPoints")
     if faults:
         return [], faults
-    cuts, faults = splits.resolve(
-        chain, split, balance=balance, memory_limit=memory_limit, num_ranks=ranks
-    )
+    resolve = partial(splits.resolve, chain, split, balance=balance)
+    cuts, faults = decide(chain, partial(resolve, memory_limit=memory_limit, num_ranks=ranks))
     if faults:
         return [], faults
     ends = [0, *cuts, chain.num_nodes]

@@ -12,7 +12,7 @@ This file knows the spellings and the two that count blocks; named.py knows the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from reprlib import Repr
 from typing import Any
@@ -22,6 +22,12 @@ from stageline.partitioning import named
 from stageline.partitioning.weighing import Balance, Budget, lightest_cuts
 
 Split = int | str | Sequence[int] | Sequence[str] | Sequence[Sequence[str]] | Mapping[str, str]
+
+Cuts = tuple[list[int], list[str]]
+"""Positions at which a graph is cut, and what is wrong with them."""
+
+Decide = Callable[[Cuttable, Callable[[], Cuts]], Cuts]
+"""Decides where a graph is cut; the function that it is given finds out."""
 
 SIDES = ("begin", "end")
 
@@ -33,6 +39,11 @@ _WANTED = (
 _short = Repr()
 _short.maxlist = _short.maxtuple = _short.maxdict = 12
 _short.maxstring = _short.maxother = 60
+
+
+def decide_alone(graph: Cuttable, make: Callable[[], Cuts]) -> Cuts:
+    """Cut a graph where it is best, asking nobody."""
+    return make()
 
 
 def find_faults(split: object) -> list[str]:
@@ -78,7 +89,7 @@ def resolve(
     balance: Balance = "time",
     memory_limit: int | None = None,
     num_ranks: int | None = None,
-) -> tuple[list[int], list[str]]:
+) -> Cuts:
     """Return the positions at which a graph is cut, and what is wrong with the split for it.
 
     Args:

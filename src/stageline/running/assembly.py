@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
+from typing import Any
 from weakref import ref
 
 import torch
@@ -17,20 +17,21 @@ from stageline.partitioning import Plan, StagePlan
 from stageline.partitioning.recorded import CutModel
 from stageline.partitioning.sharing import Shared
 from stageline.partitioning.sources import StageSource
+from stageline.running.building import Builders
 from stageline.running.foreign import Owner
 from stageline.running.materialising import InitStage, is_abstract
 from stageline.running.materialising import materialise as make_real
 from stageline.running.names import Names
+from stageline.running.processes import ProcessRunner
 from stageline.running.program import StageProgram
 from stageline.running.recordings import Recordings
-from stageline.running.runner import ProcessRunner, Runner, ThreadRunner
+from stageline.running.runner import Runner, ThreadRunner
 from stageline.running.settings import Settings, WrapStage
 from stageline.running.stages import HeldStage, HeldStages, added_prefix
 from stageline.running.ties import Ties
 from stageline.running.timetable import Timetable
 from stageline.running.transports.base import ThreadTransport
 from stageline.running.transports.memory import MemoryTransport
-from stageline.running.transports.process_group import ProcessGroupTransport
 from stageline.running.world import World
 
 
@@ -225,32 +226,57 @@ def programs(held: HeldStages, parts: Parts, unpack_tuples: bool) -> dict[int, S
     }
 
 
-def digests(
+def facts(
     sources: Sequence[StageSource], shared: Sequence[Shared], settings: Settings, parts: Parts
-) -> dict[str, str]:
-    """Return short fingerprints of all that ranks must agree on, by what they stand for."""
+) -> dict[str, dict[str, Any]]:
+    """Return all that ranks must agree on, by what it stands for: names and values, for people."""
     known = all(source.module is not None for source in sources)
-    shapes = [
-        (name, tuple(value.shape), str(value.dtype))
+    schedule = parts.timetable.schedule
+    parameters = {
+        name: f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
         for source in sources
         if source.module is not None and known
         for name, value in source.module.state_dict(prefix=source.prefix).items()
         if isinstance(value, torch.Tensor)
-    ]
-    facts = {
-        "the stages": [source.calls if known else len(sources) for source in sources],
-        "the recorded graph": [source.fingerprint for source in sources],
-        "the parameters": shapes,
-        "the tied parameters": [
-            [(holder.stage, holder.name) for holder in one.holders]
+    }
+    return {
+        "the number of stages": {"it": len(sources)},
+        "the parameters": parameters,
+        "the stages": {
+            f"stage {index}": ", ".join(source.calls) if known else "given by its rank"
+            for index, source in enumerate(sources)
+        },
+        "the recorded graph": _recorded_code(sources) if known else {},
+        "the tied parameters": {
+            holder.name: f"tied to {one.name}, stage {holder.stage}"
             for one in shared
             if len({parts.placement[stage] for stage in one.stages}) > 1
-        ],
-        "the schedule": parts.timetable.schedule.text(),
-        "keep_outputs or share_outputs": (settings.keep_outputs, settings.share_outputs),
-        "batch_dims": str(settings.batch_dims),
+            for holder in one.holders
+        },
+        "the number of microbatches": {"it": schedule.num_microbatches},
+        "the schedule": {
+            f"the row of rank {rank}": row for rank, row in enumerate(schedule.text().splitlines())
+        },
+        "the settings": {
+            "keep_outputs": settings.keep_outputs,
+            "share_outputs": settings.share_outputs,
+            "batch_dims": str(settings.batch_dims),
+            "loss_reduction": str(settings.loss_reduction)
+            if isinstance(settings.loss_reduction, str)
+            else "a function",
+            "transport": str(settings.transport),
+        },
     }
-    return {what: sha256(repr(fact).encode()).hexdigest()[:16] for what, fact in facts.items()}
+
+
+def _recorded_code(sources: Sequence[StageSource]) -> dict[str, str]:
+    """Return the code of recorded stages, line by line."""
+    return {
+        f"line {number} of stage {index}": line.strip()
+        for index, source in enumerate(sources)
+        if isinstance(source.module, VariantStage)
+        for number, line in enumerate(source.module.module_of().code.splitlines())
+    }
 
 
 def owners(sources: Sequence[StageSource], ties: Ties) -> dict[int, Owner]:
@@ -272,20 +298,21 @@ def runner_for(
     sources: Sequence[StageSource],
     shared: Sequence[Shared],
     settings: Settings,
-    world: World | None,
+    builders: Builders,
     parts: Parts,
 ) -> Runner:
     """Return who plays the ranks: threads of this process, or this process as one of many."""
     on_cpu = all(device.type == "cpu" for device in parts.devices)
-    if world is None:
+    schedule = parts.timetable.schedule
+    if builders.member is None:
         transport = settings.transport
         if not isinstance(transport, ThreadTransport):
             transport = MemoryTransport()
-        return ThreadRunner(transport, schedule=parts.timetable.schedule, on_cpu=on_cpu)
-    group = ProcessGroupTransport(world.new_group(settings.timeout), timeout=settings.timeout)
-    return ProcessRunner(
-        group,
-        schedule=parts.timetable.schedule,
-        on_cpu=on_cpu,
-        digests=digests(sources, shared, settings, parts),
+        return ThreadRunner(transport, schedule=schedule, on_cpu=on_cpu)
+    wanted = settings.transport if isinstance(settings.transport, str) else None
+    carrier = builders.agree(
+        facts(sources, shared, settings, parts),
+        transport=wanted if on_cpu else "process-group",
+        placement=parts.placement,
     )
+    return ProcessRunner(builders.member, carrier, schedule=schedule, on_cpu=on_cpu)

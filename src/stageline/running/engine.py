@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stageline.errors import BatchError, PipeError, ScheduleError, StepError
 from stageline.running.boundary import Packet
+from stageline.running.control.agreement import ROWS, Facts
 from stageline.running.events import Observer
 from stageline.running.executor import BoundRow, StepState
 from stageline.running.foreign import ForeignParameters
@@ -24,6 +25,7 @@ from stageline.running.program import StageProgram
 from stageline.running.recordings import Chosen, Recordings
 from stageline.running.result import StepResult
 from stageline.running.runner import Runner
+from stageline.running.signature import facts_of
 from stageline.running.ties import Ties
 from stageline.running.timetable import Purpose, Timetable, halves
 from stageline.running.transports.base import Arrived
@@ -84,18 +86,18 @@ class Engine:
                 "call pipe.eval() for the loss alone, or choose another schedule"
             )
         purpose = Purpose.TRAIN if trains else Purpose.EVALUATE
-        with self._one_call_at_a_time():
+        with self._call():
             self.ties.refresh()
             batch = self._cut(args, kwargs, target, purpose)
             states = self._states(batch, purpose, self.loss_rule)
-            self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
-            first, last = states.get(self._placement[0]), states.get(self._last_rank)
+            with self._gradients_undone_on_failure(purpose):
+                self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
+                first, last = states.get(self._placement[0]), states.get(self._last_rank)
+                outputs = self._outputs(last, batch) if self.keeps_outputs else None
+                loss = self.runner.finish(None if last is None else _total(last.losses))
             if first is not None:
                 _accumulate(first)
-            loss = self.runner.share(
-                "L", None if last is None else _total(last.losses), owner=self._last_rank
-            )
-            outputs = self._outputs(last, batch) if self.keeps_outputs else None
+            assert loss is not None
             return StepResult(loss=loss, outputs=outputs, num_microbatches=batch.count)
 
     def infer(
@@ -103,19 +105,21 @@ class Engine:
     ) -> Any:
         """Return the outputs of the whole batch; no graph is built."""
         purpose = Purpose.INFER
-        with self._one_call_at_a_time():
+        with self._call():
             self.ties.refresh()
             batch = self._cut(args, kwargs, None, purpose)
             states = self._states(batch, purpose, None)
             self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
-            return self._outputs(states.get(self._last_rank), batch)()
+            outputs = self._outputs(states.get(self._last_rank), batch)
+            self.runner.finish(None)
+            return None if outputs is None else outputs()
 
     def differentiate(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], observer: Observer | None
     ) -> DifferentiableRun:
         """Run all forwards and keep their graphs, for a backward that comes later."""
         purpose = Purpose.DIFFERENTIATE
-        with self._one_call_at_a_time():
+        with self._call():
             self.ties.refresh()
             batch = self._cut(args, kwargs, None, purpose)
             states = self._states(batch, purpose, None)
@@ -143,7 +147,7 @@ class Engine:
             for index, of_microbatch in enumerate(gradients):
                 key = (len(self._placement) - 1, index)
                 last.gradients[key] = Arrived(Packet(list(of_microbatch)))
-            with self._one_call_at_a_time():
+            with self._call(), self._gradients_undone_on_failure(purpose):
                 self._run([later for _, later in rows], mine, observer, purpose)
             return _input_gradients(mine[self._placement[0]])
 
@@ -162,11 +166,7 @@ class Engine:
             with self.ties.buffers_watched():
                 self.runner.run(rows, states, observer)
             return
-        with (
-            self._gradients_undone_on_failure(),
-            self.ties.summed(self.runner),
-            self.ties.buffers_watched(),
-        ):
+        with self.ties.summed(self.runner), self.ties.buffers_watched():
             self.runner.run(rows, states, observer)
 
     def _cut(
@@ -176,19 +176,21 @@ class Engine:
         count = self.timetable.schedule.num_microbatches
         cut: list[Microbatches] = []
 
-        def count_rows() -> int | None:
+        def look() -> Facts:
             self._check_arguments(args, kwargs, target, purpose)
             if not self._is_first and not _has_data((args, kwargs, target)):
-                return None
+                return facts_of(None, self.runner.calls)
             batch = Microbatches(
                 args, kwargs, target, num_microbatches=count, batch_dims=self.batch_dims
             )
             if purpose is Purpose.TRAIN:
                 _refuse_history(batch)
             cut.append(batch)
-            return batch.rows
+            return (
+                facts_of(batch, self.runner.calls) if self.runner.compares else {ROWS: batch.rows}
+            )
 
-        rows = self.runner.begin(purpose, count_rows)
+        rows = self.runner.begin(purpose, look)
         if cut:
             has_loss = purpose in (Purpose.TRAIN, Purpose.EVALUATE)
             takes_inputs = self.recordings is not None and self.recordings.takes_inputs
@@ -244,19 +246,16 @@ class Engine:
             for rank in self.runner.ranks
         }
 
-    def _outputs(self, last: StepState | None, batch: Microbatches) -> Callable[[], Any]:
-        """Return a question for the merged outputs; every rank merges for itself."""
+    def _outputs(self, last: StepState | None, batch: Microbatches) -> _Merged | None:
+        """Return the outputs of the batch where they are wanted; every rank merges for itself."""
         parts = None if last is None else [last.outputs.pop(i).value() for i in range(batch.count)]
         if self.shares_outputs:
-            ask = self.runner.share("O", parts, owner=self._last_rank)
-        elif parts is None:
-            return lambda: None
-        else:
-            ask = lambda: parts  # noqa: E731  # the question has its answer already
-        return _Merged(ask, batch.sizes, self.batch_dims)
+            parts = self.runner.share(parts, owner=self._last_rank)
+        return None if parts is None else _Merged(parts, batch.sizes, self.batch_dims)
 
     @contextmanager
-    def _one_call_at_a_time(self) -> Iterator[None]:
+    def _call(self) -> Iterator[None]:
+        """One call at a time; what fails here fails on every rank."""
         if not self._busy.acquire(blocking=False):
             raise PipeError(
                 "this pipeline is already running a call in another thread: wait for it, or "
@@ -264,12 +263,20 @@ class Engine:
             )
         try:
             yield
+        except BaseException as error:
+            told = self.runner.failed(error)
+            if told is error:
+                raise
+            raise told from told.__cause__
         finally:
             self._busy.release()
 
     @contextmanager
-    def _gradients_undone_on_failure(self) -> Iterator[None]:
+    def _gradients_undone_on_failure(self, purpose: Purpose) -> Iterator[None]:
         """A failed step leaves no half-summed gradient where there was none before."""
+        if not purpose.builds_graph:
+            yield
+            return
         fresh = [parameter for parameter in self.parameters if parameter.grad is None]
         try:
             yield
@@ -304,16 +311,16 @@ class DifferentiableRun:
 class _Merged:
     """The outputs of the microbatches as those of the batch; merged once, when first asked for."""
 
-    def __init__(self, ask: Callable[[], Any], sizes: Sequence[int], batch_dims: BatchDims) -> None:
-        self._ask: Callable[[], Any] | None = ask
+    def __init__(self, parts: Sequence[Any], sizes: Sequence[int], batch_dims: BatchDims) -> None:
+        self._parts: Sequence[Any] | None = parts
         self._sizes = sizes
         self._batch_dims = batch_dims
         self._value: Any = None
 
     def __call__(self) -> Any:
-        if self._ask is not None:
-            self._value = merge_outputs(self._ask(), self._sizes, self._batch_dims)
-            self._ask = None
+        if self._parts is not None:
+            self._value = merge_outputs(self._parts, self._sizes, self._batch_dims)
+            self._parts = None
         return self._value
 
 

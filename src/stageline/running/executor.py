@@ -50,6 +50,7 @@ class StepState:
         endpoint: This rank's side of the transport; the runner sets it when rows begin.
         autocast: The device types for which forward runs under autocast.
         waited: Seconds spent waiting for packets in the current action; None if nobody observes.
+        position: Which action of its row the rank is at, for those who wait for it.
     """
 
     endpoint: Endpoint
@@ -83,6 +84,7 @@ class StepState:
         self.outputs: dict[int, Packet] = {}
         self.autocast: list[str] = []
         self.waited: float | None = None
+        self.position = 0
         self._shares: dict[float, Tensor] = {}
 
     def share(self, weight: float, like: Tensor) -> Tensor:
@@ -297,19 +299,20 @@ def _edge(action: Action, placement: Sequence[int]) -> Edge | None:
 
 def run_row(row: BoundRow, state: StepState, observer: Observer | None = None) -> None:
     """Run all actions of a rank; an exception is wrapped once, with what only this loop knows."""
-    position = 0
     state.autocast = autocast_devices()
     try:
         if observer is None:
-            for position, (handler, stage, microbatch, edge) in enumerate(row.steps):  # noqa: B007  # used below
+            for position, (handler, stage, microbatch, edge) in enumerate(row.steps):
+                state.position = position
                 handler(state, stage, microbatch, edge)
         else:
             for position in range(len(row.steps)):
+                state.position = position
                 observer = _observed(row, position, state, observer)
     except (Aborted, KeyboardInterrupt):
         raise
     except BaseException as cause:
-        action = row.actions[position]
+        action = row.actions[state.position]
         raise StepError(
             rank=row.rank, stage=action.stage, microbatch=action.microbatch, action=str(action)
         ) from cause

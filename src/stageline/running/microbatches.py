@@ -167,6 +167,10 @@ class Microbatches:
         ]
         return flags if any(flags) else []
 
+    def named_leaves(self) -> list[tuple[str, Any]]:
+        """Return every leaf of the batch, whole, with its name."""
+        return [pair for tree in self._trees for pair in zip(tree.names, tree.leaves, strict=True)]
+
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the batch, whole."""
         return [*self.input_tensors(), *self._target.tensors()]

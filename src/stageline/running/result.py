@@ -12,24 +12,20 @@ class StepResult:
     """The loss of the whole batch, and its outputs where they were asked for.
 
     Attributes:
+        loss: The loss, detached; the same on every rank.
         num_microbatches: How many microbatches the batch gave.
     """
 
     def __init__(
         self,
         *,
-        loss: Callable[[], Tensor],
+        loss: Tensor,
         outputs: Callable[[], Any] | None,
         num_microbatches: int,
     ) -> None:
-        self._loss = loss
+        self.loss = loss
         self._outputs = outputs
         self.num_microbatches = num_microbatches
-
-    @property
-    def loss(self) -> Tensor:
-        """The loss, detached; the same on every rank. Asking on one rank alone never hangs."""
-        return self._loss()
 
     @property
     def outputs(self) -> Any:

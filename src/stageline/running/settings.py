@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from stageline.errors import ScheduleError
+from stageline.running.control import Member, join
 from stageline.running.events import Observer
 from stageline.running.loss import REDUCTIONS, LossFunction
 from stageline.running.materialising import InitStage
@@ -22,7 +23,7 @@ from stageline.scheduling import Action, Kind, Schedule, parse, schedules
 from stageline.scheduling.checking import find_faults as find_schedule_faults
 
 WrapStage = Callable[[nn.Module, int], nn.Module]
-TRANSPORTS = ("memory", "process-group")
+TRANSPORTS = ("memory", "shared-memory", "process-group")
 _RUNNABLE = (Kind.FORWARD, Kind.BACKWARD)
 _MICROBATCHES_PER_RANK = 4  # the bubble of 1F1B is then at most a fifth
 
@@ -44,6 +45,7 @@ class Settings:
     keep_outputs: bool = False
     share_outputs: bool = True
     timeout: float = 1800.0
+    heartbeat_timeout: float = 30.0
     observer: Observer | None = None
     unpack_tuples: bool = False
 
@@ -51,6 +53,18 @@ class Settings:
         """Return the processes to run on; None if all ranks are threads of this one."""
         in_threads = self.transport == "memory" or isinstance(self.transport, ThreadTransport)
         return None if in_threads else World.find()
+
+    def join(self, world: World | None) -> Member | None:
+        """Meet the other processes of the job, if there are any."""
+        if world is None:
+            return None
+        wait, silence = (
+            value if _is_seconds(value) else default
+            for value, default in ((self.timeout, 1800.0), (self.heartbeat_timeout, 30.0))
+        )
+        return join(
+            world.store(wait), world.rank, world.size, timeout=wait, heartbeat_timeout=silence
+        )
 
     def find_faults(self) -> list[str]:
         """Return what is wrong with the settings, whatever the model."""
@@ -74,9 +88,14 @@ class Settings:
             for name, value in (("num_microbatches", self.num_microbatches), ("ranks", self.ranks))
             if value is not None and not (_is_whole(value) and value >= 1)
         ]
-        is_number = isinstance(self.timeout, (int, float)) and not isinstance(self.timeout, bool)
-        if not is_number or not self.timeout > 0:
-            faults.append(f"timeout={self.timeout!r}: wanted a number of seconds above 0")
+        faults += [
+            f"{name}={value!r}: wanted a number of seconds above 0"
+            for name, value in (
+                ("timeout", self.timeout),
+                ("heartbeat_timeout", self.heartbeat_timeout),
+            )
+            if not _is_seconds(value)
+        ]
         faults += [
             f"{name}={value!r}: wanted True or False"
             for name, value in (
@@ -116,9 +135,10 @@ class Settings:
             return [f"transport={self.transport!r}: wanted a name or a transport"]
         if self.transport not in TRANSPORTS:
             return [f"transport={self.transport!r}: choose one of {', '.join(TRANSPORTS)}"]
-        if self.transport == "process-group" and World.find() is None:
+        if self.transport != "memory" and World.find() is None:
             return [
-                "transport='process-group': this process is alone: start the script with torchrun"
+                f"transport={self.transport!r}: this process is alone: start the script with "
+                "torchrun"
             ]
         return []
 
@@ -250,6 +270,10 @@ def _is_action(text: str) -> bool:
     except ScheduleError:
         return False
     return True
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def _is_whole(value: object) -> TypeGuard[int]:

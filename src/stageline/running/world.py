@@ -9,6 +9,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from stageline.errors import PeerError
+from stageline.torch_private import Store, default_store
+
 
 @dataclass(frozen=True)
 class World:
@@ -30,16 +33,21 @@ class World:
             return None
         return world if world.size > 1 else None
 
-    def new_group(self, timeout: float) -> dist.ProcessGroup:
-        """Return a group of all processes for one pipeline; the first one joins the world."""
+    def store(self, timeout: float) -> Store:
+        """Return the store of the job; the first who asks joins the world."""
         limit = timedelta(seconds=timeout)
         if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=limit)
+            try:
+                dist.init_process_group("gloo", timeout=limit)
+            except (dist.DistError, RuntimeError, ValueError) as cause:
+                raise PeerError(
+                    f"rank {self.rank} did not meet the {self.size} processes of the job within "
+                    f"{timeout:g} s ({str(cause).splitlines()[0]}): a process has not started, has "
+                    "failed before, or cannot reach MASTER_ADDR and MASTER_PORT"
+                ) from cause
             # Finalizers run last made, first run: pipelines close before their world does.
             weakref.finalize(dist, _leave)
-        group = dist.new_group(backend="gloo", timeout=limit)
-        assert isinstance(group, dist.ProcessGroup)
-        return group
+        return default_store()
 
 
 def _leave() -> None:

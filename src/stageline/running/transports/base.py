@@ -22,6 +22,18 @@ from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 from stageline.running.boundary import Packet
+from stageline.running.control.failures import Aborted
+
+__all__ = [
+    "Aborted",
+    "Arrived",
+    "Edge",
+    "Endpoint",
+    "Exchange",
+    "ProcessTransport",
+    "Receipt",
+    "ThreadTransport",
+]
 
 
 class Edge(NamedTuple):
@@ -36,10 +48,6 @@ class Edge(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.source}->{self.target} {self.letter}{self.microbatch}"
-
-
-class Aborted(BaseException):
-    """Another rank failed, so this one stops; never seen by a user."""
 
 
 class Receipt(ABC):
@@ -94,3 +102,23 @@ class ThreadTransport(ABC):
     @abstractmethod
     def open(self, num_ranks: int, *, window: int | None) -> Exchange:
         """Return fresh endpoints for one step; ``window`` bounds the packets per channel."""
+
+
+class ProcessTransport(ABC):
+    """A transport between processes; this one plays a single rank."""
+
+    @abstractmethod
+    def open(self, *, epoch: int, window: int | None) -> Endpoint:
+        """Begin a call; ranks count alike, so packets of different calls never match."""
+
+    def abort(self) -> None:
+        """Wake whoever waits here, called from another thread; the call has failed somewhere."""
+        return
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Drop what a failed call has left on its way."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of memory, files and threads."""

@@ -12,11 +12,11 @@ it has arrived.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -26,62 +26,89 @@ from torch import Tensor
 from stageline import log
 from stageline.errors import PeerError
 from stageline.running.boundary import Packet
+from stageline.running.control.member import Member, Slowness
 from stageline.running.transports import wire
-from stageline.running.transports.base import Edge, Endpoint, Receipt
+from stageline.running.transports.base import Aborted, Edge, Endpoint, ProcessTransport, Receipt
+from stageline.torch_private import PrefixStore, connect_gloo
 
-# What travels, each on a tag of its own: activations, gradients, the signature of a step, losses,
-# outputs, gradients of tied parameters.
-LETTERS = ("F", "B", "S", "L", "O", "T")
+# What travels, each on a tag of its own: activations, gradients, outputs, gradients of tied
+# parameters.
+LETTERS = ("F", "B", "O", "T")
+_ABORT_TAG = len(LETTERS)
 _FIRST_BODY_TAG = 16
 _BODY_TAGS = 1 << 16  # far more than can be under way at once
+_FOREVER = timedelta(days=365)  # the control plane ends a wait, not a clock
+_AT_ONCE = timedelta(milliseconds=1)
+_SLICE = 0.05  # seconds
+_GRACE = 2.0  # seconds in which the control plane says why a peer is gone
 
 
-class ProcessGroupTransport:
-    """Carries packets between the processes of a group.
+class ProcessGroupTransport(ProcessTransport):
+    """Carries packets between processes, on any number of hosts.
+
+    The group is this pipeline's own, so that its messages meet no others. gloo cannot cancel a
+    receive: after a failed call the group is dropped, and the next call makes another one.
 
     Args:
-        group: A group of this pipeline's own, so that its messages meet no others.
-        timeout: Seconds after which a wait for a peer is given up.
+        member: This rank's side of the control plane.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, timeout: float) -> None:
-        self.group = group
-        self.timeout = timedelta(seconds=timeout)
-        self.rank = dist.get_rank(group)
-        self.num_ranks = dist.get_world_size(group)
-        self._epoch = 0
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.rank = member.rank
+        self._generation = 0
+        self._group: Any = None  # torch does not describe it
+        self._is_broken = False
         self._sent: dict[tuple[int, str], int] = defaultdict(int)
         self._expected: dict[tuple[int, str], int] = defaultdict(int)
-        self._patience = [timeout]  # a list, so that the finalizer sees it change
-        self._start()
-
-    def set_patient(self, patient: bool) -> None:
-        """Say whether closing waits for peers to take what was sent; some never will."""
-        self._patience[0] = self.timeout.total_seconds() if patient else 0.0
-
-    def _start(self) -> None:
         self._outbox: SimpleQueue[_Shipment | None] = SimpleQueue()
-        reaper = threading.Thread(
+        self._reaper = threading.Thread(
             target=_finish_sends,
-            args=(self.rank, self._outbox, self.timeout),
+            args=(self.rank, self._outbox),
             name="stageline-sends",
             daemon=True,
         )
-        reaper.start()
-        # What was sent last must arrive, also when the script ends right after.
-        self.close = weakref.finalize(self, _drain, self._outbox, reaper, self._patience)
+        self._reaper.start()
 
-    def open(self, *, window: int | None) -> ProcessGroupEndpoint:
-        """Begin a step; ranks count alike, so messages of different steps never match."""
-        if not self.close.alive:  # closed and used again
-            self._start()
-        self._epoch += 1
-        return ProcessGroupEndpoint(self, self._epoch, window)
+    def open(self, *, epoch: int, window: int | None) -> Endpoint:
+        if self._group is None:
+            self._group = self._connect()
+        return ProcessGroupEndpoint(self, epoch, window)
+
+    def _connect(self) -> Any:
+        """Connect to all other ranks; they do the same at the same call."""
+        made: SimpleQueue[Any] = SimpleQueue()
+        store = PrefixStore(f"gloo/{self._generation}", self.member.store)
+        timeout = timedelta(seconds=self.member.timeout)
+
+        def connect() -> None:
+            try:
+                size = self.member.num_ranks
+                made.put(connect_gloo(store, self.rank, size, timeout))
+            except BaseException as error:
+                made.put(error)
+
+        # In a thread of its own: a rank that fails meanwhile is heard of, not waited for.
+        threading.Thread(target=connect, name="stageline-connect", daemon=True).start()
+        while True:
+            try:
+                result = made.get(timeout=_SLICE)
+                break
+            except Empty:
+                if self.member.failure is not None:
+                    raise Aborted from None
+        if isinstance(result, BaseException):
+            raise PeerError(
+                f"rank {self.rank} cannot connect to the other ranks over gloo "
+                f"({_first_line(result)}): set GLOO_SOCKET_IFNAME to the network that hosts share"
+            ) from result
+        return result
 
     def ship(
         self, edge: Edge, epoch: int, packet: Packet, room: threading.Semaphore | None
     ) -> None:
         """Start the sends of a packet."""
+        assert self._group is not None
         encoded = wire.encode(packet, edge, epoch)
         peer, letter = edge.target_rank, edge.letter
         body_tag = _body_tag(letter, self._sent[peer, letter])
@@ -89,10 +116,10 @@ class ProcessGroupTransport:
         rest = [] if encoded.rest is None else [encoded.rest]
         messages = [(encoded.first, LETTERS.index(letter))]
         messages += [(tensor, body_tag) for tensor in (*rest, *encoded.tensors)]
-        works = [
-            dist.isend(tensor, group=self.group, group_dst=peer, tag=tag)
-            for tensor, tag in messages
-        ]
+        try:
+            works = [self._group.send([tensor], peer, tag) for tensor, tag in messages]
+        except RuntimeError as cause:
+            raise self._why(cause, edge) from cause
         self._outbox.put(_Shipment(edge, works, [tensor for tensor, _ in messages], room))
 
     def expect(self, edge: Edge, epoch: int) -> Receipt:
@@ -101,25 +128,60 @@ class ProcessGroupTransport:
         body_tag = _body_tag(letter, self._expected[peer, letter])
         self._expected[peer, letter] += 1
         first = torch.empty(wire.HEADER_BYTES, dtype=torch.uint8)
-        work = self.post(first, peer, LETTERS.index(letter))
+        work = self.post(first, edge, LETTERS.index(letter))
         return _ProcessGroupReceipt(self, edge, epoch, first, work, body_tag)
 
-    def post(self, buffer: Tensor, peer: int, tag: int) -> dist.Work:
-        work = dist.irecv(buffer, group=self.group, group_src=peer, tag=tag)
-        assert work is not None  # only for processes outside the group
-        return work
+    def post(self, buffer: Tensor, edge: Edge, tag: int) -> dist.Work:
+        """Begin a receive."""
+        assert self._group is not None
+        if self._is_broken:
+            raise Aborted
+        try:
+            work: dist.Work = self._group.recv([buffer], edge.source_rank, tag)
+            return work
+        except RuntimeError as cause:
+            raise self._why(cause, edge) from cause
 
     def finish(self, work: dist.Work, edge: Edge) -> None:
-        """Wait for a receive, and say what was waited for if it fails."""
+        """Wait for a receive; a failure elsewhere, or the end of the peer, ends the wait."""
         try:
-            work.wait(self.timeout)
+            work.wait(_FOREVER)
         except RuntimeError as cause:
-            peer = edge.source_rank
-            raise PeerError(
-                f"rank {self.rank} waited for edge {edge} from rank {peer}, and it did not come "
-                f"({_first_line(cause)}): look at the output of rank {peer}, which failed, ended "
-                f"or is slower than timeout={self.timeout.total_seconds():g} s"
-            ) from cause
+            raise self._why(cause, edge) from cause
+
+    def _why(self, cause: RuntimeError, edge: Edge) -> BaseException:
+        """Return what to raise where gloo has failed: the control plane usually knows why."""
+        if self.member.await_failure(_GRACE) is not None:
+            return Aborted()
+        return PeerError(
+            f"rank {self.rank} lost its connections at edge {edge} ({_first_line(cause)}), and no "
+            "rank has failed: look at the network between the hosts"
+        )
+
+    def abort(self) -> None:
+        """End all waits of this group.
+
+        A receive that times out closes all its connections, and whoever waits on them is told;
+        gloo has no other way.
+        """
+        group, self._is_broken = self._group, True
+        if group is not None:
+            for peer in range(self.member.num_ranks):
+                if peer != self.rank:
+                    with suppress(RuntimeError):
+                        group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(_AT_ONCE)
+
+    def reset(self) -> None:
+        self._group = None
+        self._is_broken = False
+        self._generation += 1
+        self._sent.clear()
+        self._expected.clear()
+
+    def close(self) -> None:
+        self._outbox.put(None)
+        self._reaper.join(_GRACE)
+        self._group = None
 
 
 class _Shipment:
@@ -140,25 +202,18 @@ class _Shipment:
         self.room = room
 
 
-def _finish_sends(rank: int, outbox: SimpleQueue[_Shipment | None], timeout: timedelta) -> None:
+def _finish_sends(rank: int, outbox: SimpleQueue[_Shipment | None]) -> None:
     while (shipment := outbox.get()) is not None:
         try:
             for work in shipment.works:
                 if work is not None:
-                    work.wait(timeout)
+                    work.wait(_FOREVER)
         except RuntimeError as error:
             # The rank itself meets the same peer at its next receive and reports it there.
             log.debug(rank, f"edge {shipment.edge} was not taken: {_first_line(error)}")
         if shipment.room is not None:
             shipment.room.release()
         del shipment
-
-
-def _drain(
-    outbox: SimpleQueue[_Shipment | None], reaper: threading.Thread, patience: list[float]
-) -> None:
-    outbox.put(None)
-    reaper.join(patience[0])
 
 
 def _body_tag(letter: str, sequence: int) -> int:
@@ -180,14 +235,17 @@ class ProcessGroupEndpoint(Endpoint):
             self._room = defaultdict(lambda: threading.Semaphore(window))
 
     def send(self, edge: Edge, packet: Packet) -> None:
+        member = self._transport.member
+        if member.failure is not None:
+            raise Aborted
         room = None if self._room is None else self._room[edge.target_rank]
-        timeout = self._transport.timeout.total_seconds()
-        if room is not None and not room.acquire(timeout=timeout):
-            raise PeerError(
-                f"rank {edge.source_rank} waited {timeout:g} s for rank {edge.target_rank} to "
-                f"take what was sent before edge {edge}: look at the output of rank "
-                f"{edge.target_rank}"
-            )
+        if room is not None:
+            before = f"rank {edge.target_rank} to take what was sent before edge {edge}"
+            slow = Slowness(member, before)
+            while not room.acquire(timeout=_SLICE):
+                if member.failure is not None:
+                    raise Aborted
+                slow.note()
         self._transport.ship(edge, self._epoch, packet, room)
 
     def receive(self, edge: Edge) -> Receipt:
@@ -224,7 +282,7 @@ class _ProcessGroupReceipt(Receipt):
         return header.packet([self._body(layout.empty_bytes()) for layout in header.layouts()])
 
     def _body(self, buffer: Tensor) -> Tensor:
-        work = self._transport.post(buffer, self._edge.source_rank, self._body_tag)
+        work = self._transport.post(buffer, self._edge, self._body_tag)
         self._transport.finish(work, self._edge)
         return buffer
 

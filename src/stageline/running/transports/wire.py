@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -75,9 +75,14 @@ class Layout:
         """The dimensions, slowest first: the order in which the elements travel."""
         return sorted(range(len(self.shape)), key=lambda dim: (-self.strides[dim], dim))
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         return math.prod(self.core) * self.dtype.itemsize
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch itself would lay out a new tensor of this shape in this way."""
+        return self.strides == tuple(torch.empty(self.shape, device="meta").stride())
 
     def to_json(self) -> list[Any]:
         name = str(self.dtype).removeprefix("torch.")
@@ -158,6 +163,13 @@ class Encoded:
 
 def encode(packet: Packet, edge: Edge, epoch: int) -> Encoded:
     """Turn a packet into bytes."""
+    fields, tensors = describe(packet, edge)
+    text = json.dumps({"edge": tuple(edge), "epoch": epoch, **fields}).encode()
+    return _arrange(text, tensors)
+
+
+def describe(packet: Packet, edge: Edge) -> tuple[dict[str, Any], list[Tensor]]:
+    """Return what JSON can say of a packet, and the bytes of its tensors, where they have any."""
     leaves: list[dict[str, Any]] = []
     tensors: list[Tensor] = []
     for index, leaf in enumerate(packet.leaves):
@@ -173,17 +185,14 @@ def encode(packet: Packet, edge: Edge, epoch: int) -> Encoded:
                 f"edge {edge}: leaf {index} is a {type(leaf).__name__}, which cannot cross between "
                 "processes: pass tensors, numbers, strings, booleans or None"
             )
-    header = {
-        "edge": tuple(edge),
-        "epoch": epoch,
+    fields = {
         "spec": None if packet.spec is None else _dump_spec(packet.spec, edge),
         "differentiable": list(packet.differentiable),
         "repeats": list(packet.repeats),
         "overlaps": list(packet.overlaps),
         "leaves": leaves,
     }
-    text = json.dumps(header).encode()
-    return _arrange(text, [tensor for tensor in tensors if tensor.numel()])
+    return fields, [tensor for tensor in tensors if tensor.numel()]
 
 
 def _on_the_wire(tensor: Tensor, edge: Edge, index: int) -> Tensor:
@@ -296,11 +305,16 @@ def decode(first: Tensor, rest: Tensor | None) -> Header:
     if rest is not None:
         body += rest.numpy().tobytes()
     length = _text_length(first)
-    fields = json.loads(body[:length])
+    inline = b"" if rest is not None else body[length:]
+    return read(json.loads(body[:length]), inline)
+
+
+def read(fields: dict[str, Any], inline: bytes = b"") -> Header:
+    """Return what ``describe`` has said."""
     spec = fields["spec"]
     return Header(
-        edge=tuple(fields["edge"]),
-        epoch=fields["epoch"],
+        edge=tuple(fields.get("edge", ())),
+        epoch=fields.get("epoch", -1),
         spec=None if spec is None else _load_spec(spec),
         differentiable=fields["differentiable"],
         repeats=fields["repeats"],
@@ -309,5 +323,5 @@ def decode(first: Tensor, rest: Tensor | None) -> Header:
             Layout.from_json(leaf["tensor"]) if "tensor" in leaf else leaf["value"]
             for leaf in fields["leaves"]
         ],
-        inline=b"" if rest is not None else body[length:],
+        inline=inline,
     )

@@ -1,0 +1,17 @@
+"""The control plane: what ranks in several processes tell each other beside the data.
+
+messages.py    JSON over a socket; no pickle
+joining.py     how processes find each other, and keep strangers out
+agreement.py   what they must agree on
+failures.py    what went wrong, as text and as an error
+hub.py         rank 0 hears all, decides, tells all
+member.py      one rank's side
+leaving.py     last words: why a process ends
+job.py         puts these together: ``join``
+"""
+
+from stageline.running.control.failures import Failure
+from stageline.running.control.job import join
+from stageline.running.control.member import Member, Slowness
+
+__all__ = ["Failure", "Member", "Slowness", "join"]

@@ -1,0 +1,84 @@
+"""What ranks must agree on, and the sentence for two that do not.
+
+Large facts (all parameters, the rows of a schedule) are compared by digest; only where digests
+differ do the two ranks say the whole, and the first difference is named with both values.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any
+
+Facts = Mapping[str, Any]
+"""By name; a name that only one rank has is not compared: a rank may be given less than all."""
+
+PURPOSE, ROWS, LEAVES, CONTENTS = "purpose", "rows", "leaves", "contents"
+SEED, DIGESTS = "seed", "digests"
+
+
+def digest(fact: Any) -> str:
+    """Return a short fingerprint of a fact that JSON can say."""
+    return sha256(json.dumps(fact, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def disagreement(rank: int, mine: Facts, other: int, theirs: Facts) -> str | None:
+    """Return the sentence for the first fact about a call in which two ranks differ.
+
+    Example:
+        >>> print(disagreement(2, {"leaves": {"x": "(6,)"}}, 0, {"leaves": {"x": "(8,)"}})[:72])
+        rank 2 was given another batch than rank 0: x is (6,) on rank 2 and (8,)
+    """
+    if mine.get(PURPOSE) != theirs.get(PURPOSE):
+        return (
+            f"rank {rank} is at {mine[PURPOSE]}, rank {other} at {theirs[PURPOSE]}: every rank "
+            "must make the same calls in the same order and mode"
+        )
+    if mine.get(SEED) != theirs.get(SEED):
+        return (
+            f"rank {rank} has another seed than rank {other}: torch.manual_seed was called with "
+            f"{mine[SEED]} on rank {rank} and with {theirs[SEED]} on rank {other} (None: not at "
+            "all). Call it with the same number on every rank"
+        )
+    for name in (LEAVES, CONTENTS, ROWS):
+        one, another = mine.get(name), theirs.get(name)
+        if one is None or another is None or one == another:
+            continue
+        if name == ROWS:
+            one, another = {"the batch": f"{one} rows long"}, {"the batch": f"{another} rows long"}
+        where = first_difference(rank, one, other, another, only_common=True)
+        if where is not None:
+            return (
+                f"rank {rank} was given another batch than rank {other}: {where}. Every rank must "
+                "call with the same batch"
+            )
+    return None
+
+
+def differing_digest(mine: Facts, theirs: Facts) -> str | None:
+    """Return the name of the first large fact in which two ranks differ."""
+    one, another = mine.get(DIGESTS, {}), theirs.get(DIGESTS, {})
+    return next((name for name in one if name in another and one[name] != another[name]), None)
+
+
+def built_differently(what: str, rank: int, mine: Facts, other: int, theirs: Facts) -> str:
+    """Return the sentence for two ranks that have not built the same pipeline."""
+    where = first_difference(rank, mine, other, theirs)
+    return (
+        f"ranks {rank} and {other} have built different pipelines: they differ in {what}: {where}. "
+        "Every rank must run the same script with the same arguments"
+    )
+
+
+def first_difference(
+    rank: int, mine: Facts, other: int, theirs: Facts, *, only_common: bool = False
+) -> str | None:
+    """Name the first entry in which two ranks differ, with both values."""
+    for name in [*mine, *(name for name in theirs if name not in mine)]:
+        if only_common and (name not in mine or name not in theirs):
+            continue
+        one, another = mine.get(name, "absent"), theirs.get(name, "absent")
+        if one != another:
+            return f"{name} is {one} on rank {rank} and {another} on rank {other}"
+    return None

@@ -1,0 +1,226 @@
+"""The hub of the control plane: hears every rank, decides, and tells all of them.
+
+    rank 1 ── begin 7 ──▶ ┌─────┐ ── fail 7 ───▶ every rank     the first failure of a call wins
+    rank 2 ── done 7 ───▶ │ hub │ ── commit 7 ─▶ every rank     once all are done, and agree
+    rank 3 ── (silence) ─ └─────┘ ── fail ─────▶ every rank     a process that is gone
+
+It lives in the process of rank 0. A call is over for all ranks or for none: nobody returns from it
+before the commit.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from stageline import log
+from stageline.running.control.agreement import (
+    ROWS,
+    Facts,
+    built_differently,
+    differing_digest,
+    disagreement,
+)
+from stageline.running.control.failures import Failure
+from stageline.running.control.messages import Message
+
+Tell = Callable[[Message, Sequence[int]], None]
+
+_MOST_TOLD = 64  # ranks about which a heartbeat says what they are doing
+
+
+@dataclass
+class _Call:
+    """What is known of one call: facts by rank, results by rank, and who asked for the rows."""
+
+    facts: dict[int, Facts] = field(default_factory=dict)
+    done: dict[int, Any] = field(default_factory=dict)
+    asking: list[int] = field(default_factory=list)
+    details: dict[int, Facts] = field(default_factory=dict)
+    doubted: str | None = None
+    failure: Failure | None = None
+    is_committed: bool = False
+
+
+class Hub:
+    """Decides for all ranks; its methods may be called from any thread.
+
+    Args:
+        num_ranks: How many ranks there are.
+        tell: For each rank, what brings a message to it.
+        drop: Ends the connection of a rank.
+    """
+
+    def __init__(self, num_ranks: int, tell: dict[int, Tell], drop: Callable[[int], None]) -> None:
+        self._num_ranks = num_ranks
+        self._tell = tell
+        self._drop = drop
+        self._lock = threading.RLock()
+        self._calls: dict[int, _Call] = {}
+        self._begun = dict.fromkeys(range(num_ranks), -1)
+        self._final: Failure | None = None
+        self._heard = dict.fromkeys(range(num_ranks), time.monotonic())
+        self._doing: dict[int, str] = {}
+
+    def hear(self, rank: int, message: Message, files: Sequence[int] = ()) -> None:
+        """Take a message of a rank."""
+        handlers: dict[str, Callable[[int, Message], None]] = {
+            "begin": self._begin,
+            "done": self._done,
+            "fail": self._fail,
+            "detail": self._detail,
+            "beat": self._beat,
+            "bye": self._bye,
+        }
+        with self._lock:
+            self._heard[rank] = time.monotonic()
+            if message["kind"] == "post":
+                self._forward(rank, message, files)
+            else:
+                handlers[message["kind"]](rank, message)
+
+    def lost(self, rank: int) -> None:
+        """Take notice that the connection of a rank has ended without a farewell."""
+        self._end(
+            rank,
+            f"rank {rank} is gone: its process ended without a word (killed, out of memory, or "
+            "crashed in native code). Look at its own output, and start the job again",
+        )
+
+    def look_for_silence(self, limit: float, pause: float) -> None:
+        """Give up ranks that were not heard for too long; ``pause``: since this was last asked."""
+        now = time.monotonic()
+        with self._lock:
+            if pause > limit / 2:  # it was this process that slept
+                self._heard = dict.fromkeys(self._heard, now)
+                return
+            silent = [rank for rank in self._tell if now - self._heard[rank] > limit and rank]
+        for rank in silent:
+            self._end(
+                rank,
+                f"rank {rank} is silent: no sign of life for {limit:g} s (its process is stopped, "
+                "its host is down or unreachable). Start the job again, or allow more with "
+                "heartbeat_timeout",
+            )
+            self._drop(rank)
+
+    def beat(self) -> None:
+        """Show all ranks that this one is alive, and what the others are doing."""
+        with self._lock:
+            doing = self._doing if self._num_ranks <= _MOST_TOLD else {}
+            self._tell_all({"kind": "beat", "doing": doing})
+
+    def _begin(self, rank: int, message: Message) -> None:
+        epoch, facts = message["epoch"], message["facts"]
+        call = self._calls.setdefault(epoch, _Call())
+        call.facts[rank] = facts
+        self._begun[rank] = epoch
+        self._forget()
+        if self._final is not None or call.failure is not None:
+            failure = self._final or call.failure
+            assert failure is not None
+            self._send(rank, {"kind": "fail", "failure": failure.to_json()})
+            return
+        self._compare(epoch, call, rank)
+        self._answer_rows(epoch, call, rank)
+
+    def _compare(self, epoch: int, call: _Call, rank: int) -> None:
+        """Compare a rank with one that knows the batch, if there is one, else with any."""
+        others = [r for r, facts in call.facts.items() if r != rank and facts.get(ROWS) is not None]
+        others += [r for r in call.facts if r != rank]
+        if not others or call.doubted is not None:
+            return
+        low, high = sorted((rank, others[0]))
+        text = disagreement(high, call.facts[high], low, call.facts[low])
+        if text is not None:
+            self._fails(Failure(high, epoch, text))
+            return
+        call.doubted = differing_digest(call.facts[high], call.facts[low])
+        if call.doubted is not None:
+            for one in (low, high):
+                self._send(one, {"kind": "detail", "epoch": epoch, "what": call.doubted})
+
+    def _detail(self, rank: int, message: Message) -> None:
+        call = self._calls.get(message["epoch"])
+        if call is None or call.doubted is None or call.failure is not None:
+            return
+        call.details[rank] = message["facts"]
+        if len(call.details) == 2:
+            (one, mine), (other, theirs) = sorted(call.details.items())
+            text = built_differently(call.doubted, one, mine, other, theirs)
+            self._fails(Failure(other, message["epoch"], text))
+
+    def _answer_rows(self, epoch: int, call: _Call, rank: int) -> None:
+        if call.facts[rank].get(ROWS) is None:
+            call.asking.append(rank)
+        known = [facts[ROWS] for facts in call.facts.values() if facts.get(ROWS) is not None]
+        if known:
+            for asking in call.asking:
+                self._send(asking, {"kind": "rows", "epoch": epoch, "rows": known[0]})
+            call.asking = []
+
+    def _done(self, rank: int, message: Message) -> None:
+        call = self._calls.setdefault(message["epoch"], _Call())
+        call.done[rank] = message.get("value")
+        if len(call.done) == self._num_ranks and not call.failure and not call.doubted:
+            call.is_committed = True
+            values = {str(r): value for r, value in call.done.items() if value is not None}
+            self._tell_all({"kind": "commit", "epoch": message["epoch"], "values": values})
+
+    def _fail(self, rank: int, message: Message) -> None:
+        self._fails(Failure.from_json(message["failure"]))
+
+    def _fails(self, failure: Failure) -> None:
+        """The first failure of a call is the one that all ranks hear of."""
+        call = self._calls.setdefault(failure.epoch, _Call())
+        if call.failure is None and not call.is_committed and self._final is None:
+            call.failure = failure
+            self._tell_all({"kind": "fail", "failure": failure.to_json()})
+
+    def _beat(self, rank: int, message: Message) -> None:
+        self._doing[rank] = message["doing"]
+
+    def _bye(self, rank: int, message: Message) -> None:
+        self._end(rank, message["text"], cause=message.get("cause"))
+
+    def _end(self, rank: int, text: str, cause: Sequence[str] | None = None) -> None:
+        with self._lock:
+            self._tell.pop(rank, None)
+            if self._final is None:
+                told = None if cause is None else (cause[0], cause[1], cause[2])
+                epoch = self._begun[rank]
+                self._final = Failure(rank, epoch, text, is_final=True, cause=told)
+                log.debug(0, text)
+                self._tell_all({"kind": "fail", "failure": self._final.to_json()})
+
+    def _forward(self, rank: int, message: Message, files: Sequence[int]) -> None:
+        to = message.pop("to", None)
+        forwarded = {**message, "source": rank}
+        for other in list(self._tell) if to is None else [to]:
+            if other != rank:
+                self._send(other, forwarded, files)
+        for file in files:  # the receiver has its own by now; the hub's own rank took a copy
+            os.close(file)
+
+    def _tell_all(self, message: Message) -> None:
+        for rank in list(self._tell):
+            self._send(rank, message)
+
+    def _send(self, rank: int, message: Message, files: Sequence[int] = ()) -> None:
+        tell = self._tell.get(rank)
+        if tell is None:
+            return
+        try:
+            tell(message, files)
+        except OSError as error:  # its end is noticed by whoever listens to it
+            log.debug(0, f"rank {rank} could not be told {message['kind']}: {error}")
+
+    def _forget(self) -> None:
+        """Drop the calls that every rank has left behind."""
+        oldest = min(self._begun.values())
+        for epoch in [epoch for epoch in self._calls if epoch < oldest]:
+            del self._calls[epoch]

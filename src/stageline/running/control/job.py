@@ -1,0 +1,203 @@
+"""Joining a job: the hub in the process of rank 0, a member in every process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from stageline.errors import PeerError
+from stageline.running.control import leaving
+from stageline.running.control.hub import Hub, Tell
+from stageline.running.control.joining import Door, Meeting, knock
+from stageline.running.control.member import Listener, Member
+from stageline.running.control.messages import Connection, Message
+from stageline.torch_private import PrefixStore, Store
+
+_numbers = count()  # pipelines are built in the same order everywhere, so these agree
+
+
+def join(
+    store: Store, rank: int, num_ranks: int, *, timeout: float, heartbeat_timeout: float
+) -> Member:
+    """Meet the other ranks of a pipeline; return this rank's side of the control plane.
+
+    Args:
+        store: The store of the job.
+        rank: This rank.
+        num_ranks: How many there are.
+        timeout: Seconds to wait for ranks that do not come.
+        heartbeat_timeout: Seconds of silence after which a rank counts as dead.
+
+    Raises:
+        PeerError: Some rank did not come; all that came raise it.
+    """
+    own = PrefixStore(f"stageline/{next(_numbers)}", store)
+    meeting = Meeting(own, rank, num_ranks, timeout)
+    meeting.introduce()
+    listener = Listener(f"stageline-control-{rank}", interval=heartbeat_timeout / 10)
+    if rank == 0:
+        member = _host(meeting, listener, heartbeat_timeout)
+    else:
+        member = _visit(meeting, listener, heartbeat_timeout)
+    listener.start()
+    leaving.remember(member)
+    return member
+
+
+class _LocalLink:
+    """From rank 0 to the hub in its own process."""
+
+    def __init__(self, hub: Hub, connections: Sequence[Connection], listener: Listener) -> None:
+        self._hub = hub
+        self._connections = connections
+        self._listener = listener
+
+    def send(self, message: Message, files: Sequence[int] = ()) -> None:
+        self._hub.hear(0, message, [os.dup(file) for file in files])
+
+    def close(self) -> None:
+        self._listener.stop()
+        for connection in self._connections:
+            self._listener.forget(connection.sock)
+            connection.close()
+
+
+class _RemoteLink:
+    """From another rank to the hub."""
+
+    def __init__(self, connection: Connection, listener: Listener) -> None:
+        self._connection = connection
+        self._listener = listener
+        self.send = connection.send
+
+    def close(self) -> None:
+        self._listener.stop()
+        self._listener.forget(self._connection.sock)
+        self._connection.close()
+
+
+def _host(meeting: Meeting, listener: Listener, heartbeat_timeout: float) -> Member:
+    """Open the door, wait for all ranks, and be the hub."""
+    hosts = meeting.hosts()
+    one_host = len(set(hosts)) == 1
+    member = Member(meeting, one_host=one_host)
+    connections = _gather(meeting, Door(one_host=one_host))
+
+    def tell_here(message: Message, files: Sequence[int]) -> None:
+        member.hear(message, [os.dup(file) for file in files])
+
+    tell: dict[int, Tell] = {0: tell_here}
+    tell.update((rank, connection.send) for rank, connection in connections.items())
+
+    def drop(rank: int) -> None:
+        listener.forget(connections[rank].sock)
+        connections[rank].close()
+
+    hub = Hub(meeting.num_ranks, tell, drop)
+    for rank, connection in connections.items():
+        listener.watch(connection.sock, _hearing(hub, rank, connection, listener))
+        connection.send({"kind": "ready", "one_host": one_host})
+
+    def beat(pause: float) -> None:
+        member.beat()
+        hub.beat()
+        hub.look_for_silence(heartbeat_timeout, pause)
+
+    listener.on_beat = beat
+    member.connect(_LocalLink(hub, list(connections.values()), listener))
+    return member
+
+
+def _gather(meeting: Meeting, door: Door) -> dict[int, Connection]:
+    """Wait until every rank has come through the door."""
+    connections: dict[int, Connection] = {}
+    deadline = time.monotonic() + meeting.timeout
+    try:
+        meeting.publish(door.to_json())
+        while len(connections) < meeting.num_ranks - 1:
+            came = door.admit()
+            if came is not None:
+                connections[came[0]] = came[1]
+            elif time.monotonic() > deadline:
+                missing = sorted(set(range(1, meeting.num_ranks)) - set(connections))
+                raise meeting.fail(
+                    f"rank {missing[0]} knows of this pipeline and did not reach rank 0 within "
+                    f"{meeting.timeout:g} s: can its host connect to {door.address}?"
+                )
+    finally:
+        door.close()
+    return connections
+
+
+def _hearing(hub: Hub, rank: int, connection: Connection, listener: Listener) -> Callable[[], None]:
+    def hear() -> None:
+        try:
+            for message, files in connection.receive():
+                hub.hear(rank, message, files)
+        except EOFError:
+            listener.forget(connection.sock)
+            hub.lost(rank)
+
+    return hear
+
+
+def _visit(meeting: Meeting, listener: Listener, heartbeat_timeout: float) -> Member:
+    """Go to the hub, and wait until all others are there too."""
+    connection = knock(meeting.hub_address(), meeting.rank)
+    connection.sock.settimeout(meeting.timeout)
+    try:
+        first = connection.receive_one()
+    except (EOFError, TimeoutError) as cause:
+        connection.close()
+        meeting.raise_if_failed()
+        raise PeerError(
+            f"rank 0 ended while rank {meeting.rank} was joining it: look at its own output"
+        ) from cause
+    connection.sock.settimeout(None)
+    member = Member(meeting, one_host=first["one_host"])
+    member.connect(_RemoteLink(connection, listener))
+    hub = _FarHub(connection, member, listener, heartbeat_timeout)
+    if connection.has_more:
+        hub.hear()
+    listener.watch(connection.sock, hub.hear)
+    listener.on_beat = hub.beat
+    return member
+
+
+class _FarHub:
+    """The hub as another rank sees it: heard, or silent, or gone."""
+
+    def __init__(
+        self, connection: Connection, member: Member, listener: Listener, limit: float
+    ) -> None:
+        self._connection = connection
+        self._member = member
+        self._listener = listener
+        self._limit = limit
+        self._heard = time.monotonic()
+
+    def hear(self) -> None:
+        self._heard = time.monotonic()
+        try:
+            for message, files in self._connection.receive():
+                self._member.hear(message, files)
+        except EOFError:
+            self._listener.forget(self._connection.sock)
+            self._member.lost(
+                "rank 0 is gone: its process ended without a word (killed, out of memory, or "
+                "crashed in native code), or it gave this rank up as dead. Look at its own output, "
+                "and start the job again"
+            )
+
+    def beat(self, pause: float) -> None:
+        self._member.beat()
+        if pause > self._limit / 2:  # it was this process that slept
+            self._heard = time.monotonic()
+        elif time.monotonic() - self._heard > self._limit:
+            self._member.lost(
+                f"rank 0 is silent: no sign of life for {self._limit:g} s (its process is stopped, "
+                "its host is down or unreachable). Start the job again, or allow more with "
+                "heartbeat_timeout"
+            )

@@ -1,0 +1,308 @@
+"""One rank's side of the control plane: begins and ends calls, hears of failures, fails for all.
+
+A call of the pipeline is an *epoch*, counted alike on every rank. One thread listens; whoever waits
+for a peer, here or in a transport, is woken by the first failure anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from stageline import log
+from stageline.errors import PipeError
+from stageline.running.control.agreement import Facts
+from stageline.running.control.failures import Aborted, Failure
+from stageline.running.control.joining import Meeting
+from stageline.running.control.messages import Message
+
+_FIRST_NOTE = 10.0  # seconds of waiting after which a line is logged; then twice as many, ...
+
+
+class Link(Protocol):
+    """The way to the hub."""
+
+    def send(self, message: Message, files: Sequence[int] = ()) -> None:
+        """Bring a message to the hub."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
+class Member:
+    """A rank among the ranks of a job.
+
+    Attributes:
+        rank: This one.
+        num_ranks: How many there are.
+        one_host: Whether all of them run on this host.
+        store: Where they can leave things for each other.
+        timeout: Seconds to wait for a rank that does not come.
+        epoch: The call that runs, or ran last.
+        doing: Says in a few words what this rank is at, for those who wait for it.
+        on_failure: Called, in another thread, when a call has failed somewhere.
+        details: What to say of a fact, by name, if its digest is in doubt.
+    """
+
+    def __init__(self, meeting: Meeting, *, one_host: bool) -> None:
+        self.rank = meeting.rank
+        self.num_ranks = meeting.num_ranks
+        self.one_host = one_host
+        self.store = meeting.store
+        self.timeout = meeting.timeout
+        self.epoch = -1
+        self.doing: Callable[[], str] | None = None
+        self.on_failure: Callable[[], None] | None = None
+        self.details: Mapping[str, Facts] = {}
+        self._link: Link | None = None
+        self._changed = threading.Condition()
+        self._commits: dict[int, dict[str, Any]] = {}
+        self._rows: dict[int, int] = {}
+        self._posts: dict[tuple[int, str], tuple[Any, list[int]]] = {}
+        self._failures: dict[int, Failure] = {}
+        self._final: Failure | None = None
+        self._others: Mapping[str, str] = {}
+        self._process = os.getpid()
+        # Readable once the call has failed: what a transport polls beside its own files.
+        self.wake_file, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(self.wake_file, False)
+
+    def connect(self, link: Link) -> None:
+        """Say how the hub is reached."""
+        self._link = link
+
+    # ---- calls -------------------------------------------------------------------------------
+
+    def next_call(self) -> None:
+        """Count the next call; all that follows, failures included, belongs to it."""
+        with self._changed:
+            self.epoch = epoch = self.epoch + 1
+            for known in (self._commits, self._rows, self._failures):
+                for old in [number for number in known if number < epoch]:
+                    del known[old]
+            with suppress(BlockingIOError):
+                os.read(self.wake_file, 1024)
+            if self.failure is not None:  # another rank was faster, and has failed
+                os.write(self._wake, b"!")
+
+    def begin(self, facts: Facts) -> None:
+        """Begin the call that was counted; what the other ranks must agree with goes along."""
+        self._send({"kind": "begin", "epoch": self.epoch, "facts": facts})
+
+    def agreed_rows(self) -> int:
+        """Return how many rows the batch of this call has, as a rank that was given it says."""
+        self._wait_until(lambda: self.epoch in self._rows, "the size of the batch")
+        return self._rows[self.epoch]
+
+    def finish(self, value: Any = None) -> dict[int, Any]:
+        """End the call; return, once all ranks have ended it, what they gave, by rank."""
+        self._send({"kind": "done", "epoch": self.epoch, "value": value})
+        self._wait_until(lambda: self.epoch in self._commits, "the end of the call")
+        return {int(rank): given for rank, given in self._commits[self.epoch].items()}
+
+    def fail(self, failure: Failure) -> None:
+        """Tell all ranks that this one has failed; a failure that was told before stands."""
+        with suppress(OSError, PipeError):
+            self._send({"kind": "fail", "failure": failure.to_json()})
+
+    @property
+    def failure(self) -> Failure | None:
+        """What has ended the call that runs; None if nothing has."""
+        return self._failures.get(self.epoch) or self._final
+
+    # ---- values for other ranks --------------------------------------------------------------
+
+    def post(
+        self, key: str, value: Any = None, *, to: int | None = None, files: Sequence[int] = ()
+    ) -> None:
+        """Send a small value, to one rank or to all others; files are handed over for good."""
+        try:
+            self._send({"kind": "post", "key": key, "value": value, "to": to}, files)
+        finally:
+            for file in files:
+                os.close(file)
+
+    def lookup(self, key: str, source: int) -> tuple[Any, list[int]]:
+        """Wait for a value that another rank posts, and take it.
+
+        Raises:
+            Aborted: The call has failed somewhere; so do the other methods that wait.
+        """
+        wanted = (source, key)
+        self._wait_until(lambda: wanted in self._posts, f"{key} of rank {source}")
+        with self._changed:
+            return self._posts.pop(wanted)
+
+    def forget_posts(self, is_old: Callable[[str], bool]) -> None:
+        """Drop what was posted and will not be looked up any more."""
+        with self._changed:
+            for source, key in [place for place in self._posts if is_old(place[1])]:
+                for file in self._posts.pop((source, key))[1]:
+                    os.close(file)
+
+    # ---- waiting -----------------------------------------------------------------------------
+
+    def _wait_until(self, is_so: Callable[[], bool], what: str) -> None:
+        slow = Slowness(self, what)
+        with self._changed:
+            while not is_so():
+                if self.failure is not None:
+                    raise Aborted
+                self._changed.wait(slow.patience)
+                slow.note()
+
+    def await_failure(self, seconds: float) -> Failure | None:
+        """Wait a little for the reason of something that looks as if a peer had gone."""
+        end = time.monotonic() + seconds
+        with self._changed:
+            while self.failure is None and (left := end - time.monotonic()) > 0:
+                self._changed.wait(left)
+            return self.failure
+
+    def what_others_do(self) -> str:
+        """Return what other ranks said they are at, for people."""
+        told = [f"rank {rank} is {text}" for rank, text in self._others.items() if text]
+        return "; ".join(entry for entry in told if not entry.startswith(f"rank {self.rank} "))
+
+    # ---- hearing -----------------------------------------------------------------------------
+
+    def hear(self, message: Message, files: Sequence[int] = ()) -> None:
+        """Take a message of the hub; called by the thread that listens."""
+        kind = message["kind"]
+        if kind == "fail":
+            self._hear_failure(Failure.from_json(message["failure"]))
+            return
+        if kind == "detail":
+            facts = self.details.get(message["what"], {})
+            self._send({"kind": "detail", "epoch": message["epoch"], "facts": facts})
+            return
+        with self._changed:
+            if kind == "commit":
+                self._commits[message["epoch"]] = message["values"]
+            elif kind == "rows":
+                self._rows[message["epoch"]] = message["rows"]
+            elif kind == "post":
+                self._posts[message["source"], message["key"]] = (message["value"], list(files))
+            elif kind == "beat":
+                self._others = message["doing"]
+            if kind != "beat":
+                self._changed.notify_all()
+
+    def lost(self, text: str) -> None:
+        """Take notice that the hub is gone."""
+        self._hear_failure(Failure(0, self.epoch, text, is_final=True))
+
+    def _hear_failure(self, failure: Failure) -> None:
+        with self._changed:
+            if failure.is_final:
+                self._final = self._final or failure
+            elif failure.epoch >= self.epoch:
+                self._failures.setdefault(failure.epoch, failure)
+            if self.failure is None or self.epoch in self._commits:
+                return
+            with suppress(OSError):
+                os.write(self._wake, b"!")
+            self._changed.notify_all()
+        if self.on_failure is not None:
+            self.on_failure()
+
+    def beat(self) -> None:
+        """Show that this rank is alive, and what it is at."""
+        doing = self.doing() if self.doing is not None else "outside of a call"
+        with suppress(OSError, PipeError):
+            self._send({"kind": "beat", "doing": doing})
+
+    # ---- leaving -----------------------------------------------------------------------------
+
+    def leave(self, text: str, cause: Sequence[str] | None = None) -> None:
+        """Say farewell; the pipeline is over for all ranks, with this as the reason."""
+        if self._link is None or self._process != os.getpid():
+            return
+        with suppress(OSError, PipeError):
+            self._send({"kind": "bye", "text": text, "cause": cause})
+        link, self._link = self._link, None
+        link.close()
+        self.forget_posts(lambda _: True)
+        os.close(self._wake)
+        os.close(self.wake_file)
+
+    def _send(self, message: Message, files: Sequence[int] = ()) -> None:
+        if self._link is None:
+            raise PipeError("this pipeline was closed on this rank: build another one")
+        try:
+            self._link.send(message, files)
+        except OSError:
+            # The listener hears the same, and knows more; whoever waits is told by it.
+            log.debug(self.rank, f"the hub could not be told {message['kind']}")
+
+
+class Slowness:
+    """Logs a line when a wait takes long: a slow peer is waited for, and named."""
+
+    def __init__(self, member: Member, what: str) -> None:
+        self._member = member
+        self._what = what
+        self._start = time.monotonic()
+        self.patience = _FIRST_NOTE
+
+    def note(self) -> None:
+        waited = time.monotonic() - self._start
+        if waited < self.patience:
+            return
+        self.patience *= 2
+        doing = self._member.what_others_do() or "nobody said what they are doing"
+        log.warning(self._member.rank, f"waits for {self._what}, {waited:.0f} s so far; {doing}")
+
+
+class Listener(threading.Thread):
+    """The thread that listens, sends heartbeats, and looks for silence.
+
+    Args:
+        name: For people who look at threads.
+        interval: Seconds between heartbeats.
+    """
+
+    def __init__(self, name: str, interval: float) -> None:
+        super().__init__(name=name, daemon=True)
+        self._interval = interval
+        self._selector = selectors.DefaultSelector()
+        self._stopped = False
+        self._end, self._stop = os.pipe()
+        self._selector.register(self._end, selectors.EVENT_READ, None)
+        self.on_beat: Callable[[float], None] = lambda _: None
+
+    def watch(self, file: Any, callback: Callable[[], None]) -> None:
+        """Call back whenever something can be read."""
+        self._selector.register(file, selectors.EVENT_READ, callback)
+
+    def forget(self, file: Any) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(file)
+
+    def stop(self) -> None:
+        """End the thread soon; it may be the one that calls."""
+        if not self._stopped:
+            self._stopped = True
+            with suppress(OSError):
+                os.write(self._stop, b"!")
+
+    def run(self) -> None:
+        last = time.monotonic()
+        while not self._stopped:
+            ready = self._selector.select(max(0.0, last + self._interval - time.monotonic()))
+            for key, _ in ready:
+                if key.data is not None:
+                    key.data()
+            now = time.monotonic()
+            if now - last >= self._interval and not self._stopped:
+                self.on_beat(now - last)
+                last = now
+        self._selector.close()
+        os.close(self._end)
+        os.close(self._stop)

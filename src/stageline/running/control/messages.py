@@ -1,0 +1,118 @@
+"""Messages between the processes of a job: a length, then JSON. No pickle; files may go along.
+
+┌────────┬──────────────────────────────────┐
+│ length │ {"kind": "done", "epoch": 7, …}  │  + open files, over a Unix socket
+└────────┴──────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+Message = dict[str, Any]
+
+_LENGTH = struct.Struct(">I")
+_CHUNK = 1 << 16
+_MOST_FILES = 16
+_LONGEST = 1 << 30
+
+
+class Connection:
+    """A socket that carries messages; any thread may send, one thread receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._carries_files = sock.family == getattr(socket, "AF_UNIX", None)
+        # A signal handler may say farewell in the middle of a send.
+        self._sending = threading.RLock()
+        self._bytes = bytearray()
+        self._files: deque[int] = deque()
+        self._waiting: list[tuple[Message, list[int]]] = []
+
+    def send(self, message: Message, files: Sequence[int] = ()) -> None:
+        """Send a message, and files that the receiver may then use as its own.
+
+        Raises:
+            OSError: The other side is gone.
+        """
+        body = json.dumps({**message, "files": len(files)} if files else message).encode()
+        data = _LENGTH.pack(len(body)) + body
+        with self._sending:
+            if files:
+                sent = socket.send_fds(self.sock, [data], list(files))
+                data = data[sent:]
+            self.sock.sendall(data)
+
+    def receive_one(self) -> Message:
+        """Wait for one message; what has come with it stays for ``receive``.
+
+        Raises:
+            EOFError: As ``receive``.
+        """
+        while True:
+            messages = self.receive()
+            if messages:
+                self._waiting = messages[1:]
+                return messages[0][0]
+
+    def receive(self) -> list[tuple[Message, list[int]]]:
+        """Wait for something to come, and return the messages that are complete.
+
+        Raises:
+            EOFError: The other side has closed the connection, or its process has ended.
+        """
+        if self._waiting:
+            messages, self._waiting = self._waiting, []
+            return messages
+        try:
+            chunk = self._read()
+        except TimeoutError:
+            raise
+        except OSError as cause:
+            raise EOFError(str(cause)) from cause
+        if not chunk:
+            raise EOFError("the connection was closed")
+        self._bytes += chunk
+        return self._complete()
+
+    def _read(self) -> bytes:
+        if not self._carries_files:
+            return self.sock.recv(_CHUNK)
+        chunk, files, _, _ = socket.recv_fds(self.sock, _CHUNK, _MOST_FILES)
+        self._files.extend(files)
+        return chunk
+
+    def _complete(self) -> list[tuple[Message, list[int]]]:
+        messages = []
+        while len(self._bytes) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._bytes)
+            if length > _LONGEST:
+                raise EOFError(f"a message of {length} bytes was announced: this is no peer")
+            end = _LENGTH.size + length
+            if len(self._bytes) < end:
+                break
+            try:
+                message = json.loads(self._bytes[_LENGTH.size : end])
+            except ValueError as cause:
+                raise EOFError("a message could not be read") from cause
+            del self._bytes[:end]
+            files = [self._files.popleft() for _ in range(message.pop("files", 0))]
+            messages.append((message, files))
+        return messages
+
+    @property
+    def has_more(self) -> bool:
+        """Whether ``receive`` would return at once with what has come before."""
+        return bool(self._waiting)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()

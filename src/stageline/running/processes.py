@@ -1,0 +1,161 @@
+"""This process as one rank among many: what a call does beside its row.
+
+begin    what this rank was given goes to the hub; it runs on at once
+run      its row; a failure anywhere ends the next wait, here and everywhere
+finish   returns when every rank has come so far: a call is over for all, or for none
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stageline.errors import PipeError, StagelineError
+from stageline.running.boundary import Packet, leave
+from stageline.running.caller import step_modes
+from stageline.running.control import Failure, Member, leaving
+from stageline.running.control.agreement import PURPOSE, ROWS, Facts
+from stageline.running.cores import share_of_cores, use_threads
+from stageline.running.events import Observer
+from stageline.running.executor import BoundRow, StepState, run_row
+from stageline.running.runner import Runner, forward_window
+from stageline.running.signature import number_from_json, number_to_json
+from stageline.running.timetable import Purpose
+from stageline.running.transports.base import Aborted, Edge, Endpoint, ProcessTransport
+from stageline.scheduling import Schedule
+
+
+class ProcessRunner(Runner):
+    """This process is one rank; the others are elsewhere.
+
+    Every call says what this rank was given, and the hub compares.
+
+    Args:
+        member: This rank's side of the control plane.
+        transport: What carries packets.
+        schedule: The schedule of the pipeline.
+        on_cpu: Whether ranks share the cores of their host.
+    """
+
+    compares = True
+
+    def __init__(
+        self, member: Member, transport: ProcessTransport, *, schedule: Schedule, on_cpu: bool
+    ) -> None:
+        self.rank = member.rank
+        self.ranks = (member.rank,)
+        self.num_ranks = member.num_ranks
+        self._member = member
+        self._transport = transport
+        self._forward_window = forward_window(schedule)
+        self._on_cpu = on_cpu
+        self._endpoint: Endpoint | None = None
+        self._purpose = Purpose.TRAIN
+        self._is_begun = False
+        member.on_failure = transport.abort
+        self._closing = weakref.finalize(self, _close, member, transport)
+
+    def begin(self, purpose: Purpose, look: Callable[[], Facts]) -> int:
+        if not self._closing.alive:
+            raise PipeError("this pipeline was closed on this rank: build another one")
+        self._purpose = purpose
+        self._member.next_call()
+        self.calls = self._member.epoch
+        self._is_begun = True
+        facts = {PURPOSE: purpose.value, **look()}
+        self._member.begin(facts)
+        if self._member.failure is not None:
+            raise Aborted
+        window = None if purpose.builds_graph else self._forward_window
+        self._endpoint = self._transport.open(epoch=self._member.epoch, window=window)
+        rows = facts[ROWS]
+        return self._member.agreed_rows() if rows is None else int(rows)
+
+    def run(
+        self, rows: Sequence[BoundRow], states: Mapping[int, StepState], observer: Observer | None
+    ) -> None:
+        state, row = states[self.rank], rows[self.rank]
+        assert self._endpoint is not None
+        state.endpoint = self._endpoint
+        before = use_threads(share_of_cores()) if self._on_cpu else torch.get_num_threads()
+        self._member.doing = _Doing(row, state)
+        try:
+            with step_modes(state.builds_graph):
+                run_row(row, state, observer)
+        finally:
+            self._member.doing = None
+            use_threads(before)
+
+    def share(self, value: Any, *, owner: int) -> Any:
+        assert self._endpoint is not None
+        if self.rank != owner:
+            return self._endpoint.receive(self._edge("O", owner, self.rank)).wait().value()
+        packet = leave(value)[0]
+        for rank in range(self.num_ranks):
+            if rank != owner:
+                self._endpoint.send(self._edge("O", owner, rank), packet)
+        return value
+
+    def swap(
+        self, number: int, outgoing: Mapping[int, Packet], sources: Sequence[int]
+    ) -> dict[int, Packet]:
+        assert self._endpoint is not None
+        receipts = {
+            rank: self._endpoint.receive(self._edge("T", rank, self.rank, number))
+            for rank in sources
+        }
+        for rank, packet in outgoing.items():
+            self._endpoint.send(self._edge("T", self.rank, rank, number), packet)
+        return {rank: receipt.wait() for rank, receipt in receipts.items()}
+
+    def finish(self, loss: Tensor | None) -> Tensor | None:
+        told = self._member.finish(None if loss is None else number_to_json(loss))
+        self._is_begun = False
+        if loss is not None:
+            return loss
+        return next((number_from_json(value) for value in told.values()), None)
+
+    def failed(self, error: BaseException) -> BaseException:
+        if not self._is_begun:
+            return error
+        self._is_begun = False
+        self._endpoint = None
+        member = self._member
+        failure = getattr(error, "failure", None)
+        if not isinstance(error, Aborted) and not isinstance(failure, Failure):
+            doing = f"in {self._purpose.value}"
+            told = Failure.of(error, rank=self.rank, epoch=member.epoch, doing=doing)
+            member.fail(told)
+            if isinstance(error, StagelineError):
+                error.failure = told
+        elif isinstance(error, Aborted):
+            assert member.failure is not None
+            error = member.failure.error()
+        self._transport.reset()
+        return error
+
+    def close(self) -> None:
+        self._closing()
+
+    def _edge(self, letter: str, source: int, target: int, number: int = 0) -> Edge:
+        return Edge(source, target, letter, number, source, target)
+
+
+class _Doing:
+    """What a rank is at, in a few words, asked by the thread that sends heartbeats."""
+
+    def __init__(self, row: BoundRow, state: StepState) -> None:
+        self._row = row
+        self._state = state
+
+    def __call__(self) -> str:
+        return f"at {self._row.actions[self._state.position]}"
+
+
+def _close(member: Member, transport: ProcessTransport) -> None:
+    leaving.farewell(member)
+    transport.close()

@@ -1,0 +1,82 @@
+"""What a rank was given for a call, in a form that ranks can compare.
+
+Names, shapes and dtypes of all leaves go along with every call; a sample of their values with the
+first calls, and with one in fifty later on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from stageline.running.control.agreement import CONTENTS, LEAVES, ROWS, SEED, Facts
+from stageline.running.microbatches import Microbatches
+
+_ALWAYS, _EVERY = 3, 50  # the first calls, then one in so many
+_SAMPLE = 1024  # values of a leaf that are compared
+_SHOWN = 3
+_MADE_UP = 1 << 32
+
+
+def facts_of(batch: Microbatches | None, call: int) -> Facts:
+    """Return what the ranks must agree on; a rank without a batch knows only its seed."""
+    facts: dict[str, Any] = {ROWS: None, SEED: told_seed()}
+    if batch is None:
+        return facts
+    leaves = batch.named_leaves()
+    facts[ROWS] = batch.rows
+    facts[LEAVES] = {name: _told(leaf) for name, leaf in leaves if leaf is not None}
+    if call <= _ALWAYS or call % _EVERY == 0:
+        facts[CONTENTS] = {n: _content(leaf) for n, leaf in leaves if isinstance(leaf, Tensor)}
+    return facts
+
+
+def told_seed() -> int | None:
+    """Return the seed that the user has set; None if torch has made one up.
+
+    A made-up seed has 64 random bits; nobody types such a number.
+    """
+    seed = torch.initial_seed()
+    return seed if seed < _MADE_UP else None
+
+
+def _told(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
+    return repr(leaf) if isinstance(leaf, (bool, int, float, str)) else type(leaf).__name__
+
+
+def _content(leaf: Tensor) -> str:
+    """Return the first values of a leaf and a checksum over a sample of all."""
+    if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_meta or not leaf.numel():
+        return "not compared"
+    flat = leaf.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _SAMPLE)].cpu().contiguous()
+    shown = ", ".join(f"{value:.6g}" for value in flat[:_SHOWN].tolist() if not _is_complex(value))
+    return f"[{shown}, ...] (checksum {crc32(some.view(torch.uint8).numpy().tobytes()):08x})"
+
+
+def _is_complex(value: Any) -> bool:
+    return isinstance(value, complex)
+
+
+def number_to_json(number: Tensor) -> list[Any]:
+    """Return a tensor of one element as JSON, to the last bit."""
+    plain = number.detach().reshape(1).cpu()
+    dtype = str(number.dtype).removeprefix("torch.")
+    return [dtype, list(number.shape), plain.view(torch.uint8).tolist()]
+
+
+def number_from_json(fields: list[Any]) -> Tensor:
+    """Return what ``number_to_json`` has told.
+
+    Example:
+        >>> number_from_json(number_to_json(torch.tensor(0.1)))
+        tensor(0.1000)
+    """
+    dtype, shape, content = fields
+    raw = torch.tensor(content, dtype=torch.uint8)
+    return raw.view(getattr(torch, dtype)).reshape(shape).clone()

@@ -1,0 +1,143 @@
+"""How a packet lies in shared memory: a header, then the bytes of each tensor.
+
+    ┌───────────────┬──────────────┬──────────────┐
+    │ header (JSON) │ tensor bytes │ tensor bytes │      every part begins at a multiple of 64
+    └───────────────┴──────────────┴──────────────┘
+
+Packets of one kind have one header: it is written and read once, then looked up. A packet may be
+cut into pieces at any byte, which is how one travels that is larger than all memory there is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stageline.running.boundary import Packet
+from stageline.running.transports import wire
+from stageline.running.transports.base import Edge
+
+_LINE = 64
+_MOST_KINDS = 1024  # headers that are remembered; models with changing sizes have many
+
+_written: dict[Any, bytes] = {}
+_read: dict[bytes, Kind] = {}
+
+
+def on_lines(size: int) -> int:
+    """Return a size rounded up to whole lines."""
+    return -(-size // _LINE) * _LINE
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A packet ready to be copied.
+
+    Attributes:
+        header: What it consists of.
+        parts: The bytes of its tensors: address, size, and whom they belong to.
+    """
+
+    header: bytes
+    parts: Sequence[tuple[int, int, Any]]
+
+    @cached_property
+    def size(self) -> int:
+        """How many bytes it takes."""
+        return on_lines(len(self.header)) + sum(on_lines(size) for _, size, _ in self.parts)
+
+    def copy_to(self, address: int) -> None:
+        """Lay it down at an address."""
+        ctypes.memmove(address, self.header, len(self.header))
+        address += on_lines(len(self.header))
+        for source, size, _ in self.parts:
+            ctypes.memmove(address, source, size)
+            address += on_lines(size)
+
+
+def pack(packet: Packet, edge: Edge) -> Packed:
+    """Return a packet as bytes in place; nothing is copied where tensors are dense."""
+    if len(packet.leaves) == 1 and packet.spec is None and _lies_plainly(packet.leaves[0]):
+        return _pack_one(packet, packet.leaves[0], edge)  # by far the most common packet
+    fields, tensors = wire.describe(packet, edge)
+    parts = [(tensor.data_ptr(), tensor.numel(), tensor) for tensor in tensors]
+    return Packed(json.dumps(fields).encode(), parts)
+
+
+def _lies_plainly(leaf: Any) -> bool:
+    """Whether the memory of a tensor can be copied as it is."""
+    return (
+        type(leaf) is Tensor
+        and leaf.is_cpu
+        and leaf.layout is torch.strided
+        and leaf.is_contiguous()
+        and not (leaf.is_conj() or leaf.is_neg() or leaf.is_quantized)
+    )
+
+
+def _pack_one(packet: Packet, tensor: Tensor, edge: Edge) -> Packed:
+    address, size = tensor.data_ptr(), tensor.nbytes
+    key = (tensor.dtype, tensor.shape, tensor.stride(), address % _LINE, *packet.differentiable)
+    header = _written.get(key)
+    if header is None:
+        header = json.dumps(wire.describe(packet, edge)[0]).encode()
+        if len(_written) < _MOST_KINDS:
+            _written[key] = header
+    return Packed(header, [(address, size, tensor)] if size else [])
+
+
+class Kind:
+    """What a header says: how packets of one kind are rebuilt."""
+
+    def __init__(self, header: wire.Header) -> None:
+        self._header = header
+        self._layouts = header.layouts()
+        self._only: wire.Layout | None = None
+        if header.spec is None and len(header.leaves) == 1 and _is_plain(self._layouts):
+            self._only = self._layouts[0]
+
+    @classmethod
+    def of(cls, header: bytes) -> Kind:
+        known = _read.get(header)
+        if known is None:
+            known = cls(wire.read(json.loads(header)))
+            if len(_read) < _MOST_KINDS:
+                _read[header] = known
+        return known
+
+    def rebuild(self, address: int) -> Packet:
+        """Return a packet whose tensors are copies of what lies at an address."""
+        if self._only is not None:
+            layout = self._only
+            tensor = torch.empty(layout.shape, dtype=layout.dtype)
+            if tensor.data_ptr() % _LINE == layout.alignment:
+                ctypes.memmove(tensor.data_ptr(), address, layout.num_bytes)
+                return self._packet([tensor])
+        buffers = []
+        for layout in self._layouts:
+            buffer = layout.empty_bytes()
+            ctypes.memmove(buffer.data_ptr(), address, layout.num_bytes)
+            buffers.append(buffer)
+            address += on_lines(layout.num_bytes)
+        return self._header.packet(buffers)
+
+    def _packet(self, leaves: list[Any]) -> Packet:
+        header = self._header
+        return Packet(leaves, None, header.differentiable, header.repeats, header.overlaps)
+
+
+def _is_plain(layouts: Sequence[wire.Layout]) -> bool:
+    return len(layouts) == 1 and layouts[0].is_plain
+
+
+def unpack(address: int, header_size: int) -> Packet:
+    """Return a copy of the packet that lies at an address."""
+    header = ctypes.string_at(address, header_size)
+    return Kind.of(header).rebuild(address + on_lines(header_size))

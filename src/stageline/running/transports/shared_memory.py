@@ -1,0 +1,363 @@
+"""Ranks are processes of one host; packets travel through memory that both have mapped.
+
+    sender    lays a packet into a free slab     ── record ──▶    pipe: what lies where
+    receiver  copies it out                      ◀─ slab id ──    pipe: the slab is free again
+
+Slabs are made when there is none that fits, so their number is what the schedule has under way at
+once. The pipes wake whoever sleeps, and end when the other process does. Nothing here has a name
+in the file system. A packet is always copied out: a slab that was reused before its backward gave a
+wrong gradient without an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import struct
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from stageline import log
+from stageline.errors import PeerError
+from stageline.running.boundary import Packet
+from stageline.running.control.member import Member, Slowness
+from stageline.running.transports.base import (
+    Aborted,
+    Edge,
+    Endpoint,
+    ProcessTransport,
+    Receipt,
+)
+from stageline.running.transports.packing import pack, unpack
+from stageline.running.transports.slabs import SMALLEST, Slab, can_share_memory, whole_size
+
+# epoch, edge (stages, letter, microbatch), slab, bytes of the header, of this piece, of the whole
+_RECORD = struct.Struct("<iiiciIIQQ")
+_FREED = struct.Struct("<I")
+_GRACE = 2.0  # seconds in which the control plane says why a peer is gone
+
+__all__ = ["SharedMemoryTransport", "can_share_memory"]
+
+
+class SharedMemoryTransport(ProcessTransport):
+    """Carries packets between the processes of one host.
+
+    Args:
+        member: This rank's side of the control plane; channels are set up through it.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self._generation = 0
+        self._outgoing: dict[int, _Outgoing] = {}
+        self._incoming: dict[int, _Incoming] = {}
+
+    def open(self, *, epoch: int, window: int | None) -> Endpoint:
+        return _SharedMemoryEndpoint(self, epoch, window)
+
+    def prepare(self, target: int) -> None:
+        """Make the channel to another rank ahead of its first packet.
+
+        Raises:
+            OSError: There is not enough shared memory.
+        """
+        self._outgoing[target] = _Outgoing(self.member, target, self._generation)
+
+    def outgoing(self, target: int) -> _Outgoing:
+        channel = self._outgoing.get(target)
+        if channel is None:
+            self.prepare(target)
+            channel = self._outgoing[target]
+        return channel
+
+    def incoming(self, source: int) -> _Incoming:
+        channel = self._incoming.get(source)
+        if channel is None:
+            channel = self._incoming[source] = _Incoming(self.member, source, self._generation)
+        return channel
+
+    def wait(self, file: int, event: int, what: str) -> None:
+        """Sleep until a file is ready; take in, meanwhile, what other ranks send here.
+
+        Two ranks that wait for each other's memory would otherwise wait for ever.
+        """
+        poll = select.poll()
+        poll.register(file, event)
+        poll.register(self.member.wake_file, select.POLLIN)
+        for channel in self._incoming.values():
+            poll.register(channel.file, select.POLLIN)
+        slow = Slowness(self.member, what)
+        while True:
+            ready = [one for one, _ in poll.poll(slow.patience * 1000)]
+            slow.note()
+            if self.member.wake_file in ready:
+                raise Aborted
+            if file in ready:
+                return
+            for channel in self._incoming.values():
+                if channel.file in ready:
+                    channel.take_in()
+
+    def reset(self) -> None:
+        """Drop all channels with what is still in them; new ones are made when needed."""
+        self._generation += 1
+        for sending in self._outgoing.values():
+            sending.close()
+        for receiving in self._incoming.values():
+            receiving.close()
+        self.member.forget_posts(lambda key: _generation_of(key) < self._generation)
+        self._outgoing.clear()
+        self._incoming.clear()
+
+    def close(self) -> None:
+        self.reset()
+
+
+class _SharedMemoryEndpoint(Endpoint):
+    """This process's side of one call."""
+
+    def __init__(self, transport: SharedMemoryTransport, epoch: int, window: int | None) -> None:
+        self._transport = transport
+        self._epoch = epoch
+        self._window = window
+
+    def send(self, edge: Edge, packet: Packet) -> None:
+        transport = self._transport
+        if transport.member.failure is not None:
+            raise Aborted
+        channel = transport.outgoing(edge.target_rank)
+        channel.send(edge, self._epoch, packet, self._window, transport.wait)
+
+    def receive(self, edge: Edge) -> Receipt:
+        return _SharedMemoryReceipt(self._transport, edge, self._epoch)
+
+
+class _SharedMemoryReceipt(Receipt):
+    __slots__ = ("_edge", "_epoch", "_transport")
+
+    def __init__(self, transport: SharedMemoryTransport, edge: Edge, epoch: int) -> None:
+        self._transport = transport
+        self._edge = edge
+        self._epoch = epoch
+
+    def wait(self) -> Packet:
+        channel = self._transport.incoming(self._edge.source_rank)
+        return channel.wait_for(self._edge, self._epoch)
+
+
+class _Outgoing:
+    """The sending side of a channel: the slabs belong to it."""
+
+    def __init__(self, member: Member, target: int, generation: int) -> None:
+        self._member = member
+        self._target = target
+        self._generation = generation
+        self._slabs: dict[int, Slab] = {}
+        self._free: list[int] = []
+        self._used = 0
+        self._is_full = False
+        first, file = Slab.create(SMALLEST)
+        self._slabs[0] = first
+        self._free.append(0)
+        theirs, self._records = os.pipe()
+        self._freed, theirs_too = os.pipe()
+        os.set_blocking(self._records, False)
+        os.set_blocking(self._freed, False)
+        key = f"channel {generation}"
+        member.post(key, first.size, to=target, files=[theirs, theirs_too, file])
+
+    def send(
+        self,
+        edge: Edge,
+        epoch: int,
+        packet: Packet,
+        window: int | None,
+        wait: Callable[[int, int, str], None],
+    ) -> None:
+        packed = pack(packet, edge)
+        what = f"rank {self._target} to take what was sent before edge {edge}"
+        while window is not None and self._used >= window:
+            self._reclaim(wait, what)
+        slab = self._slab_for(packed.size)
+        if slab is not None:
+            packed.copy_to(self._slabs[slab].address)
+            self._announce(edge, epoch, slab, (len(packed.header), packed.size, packed.size), wait)
+            return
+        whole = ctypes.create_string_buffer(packed.size)
+        packed.copy_to(ctypes.addressof(whole))
+        sent = 0
+        while sent < packed.size:
+            while not self._free:
+                self._reclaim(wait, what)
+            slab = self._free.pop()
+            piece = min(packed.size - sent, self._slabs[slab].size)
+            address = ctypes.addressof(whole) + sent
+            ctypes.memmove(self._slabs[slab].address, address, piece)
+            self._announce(edge, epoch, slab, (len(packed.header), piece, packed.size), wait)
+            sent += piece
+
+    def _slab_for(self, size: int) -> int | None:
+        """Take a free slab that is large enough, or make one; None if there is no more memory."""
+        fitting = [slab for slab in self._free if self._slabs[slab].size >= size]
+        if not fitting and self._used:
+            self._take_back()
+            fitting = [slab for slab in self._free if self._slabs[slab].size >= size]
+        if fitting:
+            chosen = min(fitting, key=lambda slab: self._slabs[slab].size)
+            self._free.remove(chosen)
+            return chosen
+        if self._is_full:
+            return None
+        try:
+            slab, file = Slab.create(whole_size(size))
+        except OSError as error:
+            self._is_full = True
+            log.warning(
+                self._member.rank,
+                f"no shared memory for {size} more bytes ({error.strerror}): packets travel in "
+                "pieces, and slower. Enlarge /dev/shm, or use transport='process-group'",
+            )
+            return None
+        number = len(self._slabs)
+        self._slabs[number] = slab
+        key = f"slab {self._generation} {number}"
+        self._member.post(key, slab.size, to=self._target, files=[file])
+        return number
+
+    def _announce(
+        self,
+        edge: Edge,
+        epoch: int,
+        slab: int,
+        sizes: tuple[int, int, int],
+        wait: Callable[[int, int, str], None],
+    ) -> None:
+        record = _RECORD.pack(
+            epoch, edge.source, edge.target, edge.letter.encode(), edge.microbatch, slab, *sizes
+        )
+        self._used += 1
+        while not self._is_written(record, edge):
+            wait(self._records, select.POLLOUT, f"rank {self._target} to read what was sent")
+
+    def _is_written(self, record: bytes, edge: Edge) -> bool:
+        try:
+            os.write(self._records, record)
+        except BlockingIOError:
+            return False
+        except BrokenPipeError:
+            raise _gone(self._member, self._target, edge) from None
+        return True
+
+    def _take_back(self) -> bool:
+        """Note which slabs the receiver has freed; return whether there were any."""
+        try:
+            data = os.read(self._freed, 64 * _FREED.size)
+        except BlockingIOError:
+            return False
+        freed = [slab for (slab,) in _FREED.iter_unpack(data)]
+        self._free += freed
+        self._used -= len(freed)
+        return bool(freed)
+
+    def _reclaim(self, wait: Callable[[int, int, str], None], what: str) -> None:
+        """Sleep until the receiver has freed something."""
+        if not self._take_back():
+            wait(self._freed, select.POLLIN, what)
+            if not self._take_back():  # readable, and nothing there: the other end was closed
+                raise _gone(self._member, self._target, what)
+
+    def close(self) -> None:
+        for slab in self._slabs.values():
+            slab.close()
+        os.close(self._records)
+        os.close(self._freed)
+
+
+class _Incoming:
+    """The receiving side of a channel."""
+
+    def __init__(self, member: Member, source: int, generation: int) -> None:
+        self._member = member
+        self._source = source
+        self._generation = generation
+        size, (self.file, self._freed, slab) = member.lookup(f"channel {generation}", source)
+        self._slabs = {0: _mapped(slab, size)}
+        self._arrived: dict[tuple[Any, ...], Packet] = {}
+        self._pieces: bytearray | None = None
+        self._poll = select.poll()
+        self._poll.register(self.file, select.POLLIN)
+        self._poll.register(member.wake_file, select.POLLIN)
+
+    def wait_for(self, edge: Edge, epoch: int) -> Packet:
+        """Return the packet of an edge; others that come before are kept."""
+        wanted = (epoch, edge.source, edge.target, edge.letter.encode(), edge.microbatch)
+        packet = self._arrived.pop(wanted, None)
+        if packet is not None:
+            return packet
+        slow: Slowness | None = None
+        while True:
+            slow = slow or Slowness(self._member, f"edge {edge} from rank {self._source}")
+            ready = self._poll.poll(slow.patience * 1000)
+            if self._member.failure is not None:
+                raise Aborted
+            if ready and self.take_in(edge) == wanted:
+                return self._arrived.pop(wanted)
+            slow.note()
+
+    def take_in(self, edge: Edge | None = None) -> tuple[Any, ...] | None:
+        """Copy out the next packet, or a piece of it; return which one is complete now."""
+        data = os.read(self.file, _RECORD.size)
+        if not data:
+            raise _gone(self._member, self._source, edge)
+        *key, number, header_size, size, whole = _RECORD.unpack(data)
+        slab = self._slabs.get(number)
+        if slab is None:
+            posted, (file,) = self._member.lookup(f"slab {self._generation} {number}", self._source)
+            slab = self._slabs[number] = _mapped(file, posted)
+        packet = None
+        if size == whole:
+            packet = unpack(slab.address, header_size)
+        else:
+            self._pieces = self._pieces or bytearray()
+            self._pieces += ctypes.string_at(slab.address, size)
+            if len(self._pieces) == whole:
+                held = (ctypes.c_char * whole).from_buffer(self._pieces)
+                packet = unpack(ctypes.addressof(held), header_size)
+                self._pieces = None
+        with suppress(BrokenPipeError):  # the sender has left after its last packet
+            os.write(self._freed, _FREED.pack(number))
+        if packet is None:
+            return None
+        self._arrived[tuple(key)] = packet
+        return tuple(key)
+
+    def close(self) -> None:
+        for slab in self._slabs.values():
+            slab.close()
+        os.close(self.file)
+        os.close(self._freed)
+
+
+def _generation_of(key: str) -> int:
+    """Return the generation of a posted channel or slab; other posts belong to none that is old."""
+    kind, _, rest = key.partition(" ")
+    return int(rest.split()[0]) if kind in ("channel", "slab") else sys.maxsize
+
+
+def _mapped(file: int, size: int) -> Slab:
+    slab = Slab(file, size)
+    os.close(file)
+    return slab
+
+
+def _gone(member: Member, peer: int, edge: object) -> BaseException:
+    """Return what to raise when a pipe has ended: the control plane usually knows why."""
+    if member.await_failure(_GRACE) is not None:
+        return Aborted()
+    return PeerError(
+        f"rank {peer} closed its channel to rank {member.rank} at {edge}: every rank must make the "
+        "same calls; look at the output of that rank"
+    )
