@@ -194,11 +194,19 @@ SETTINGS: dict[str, tuple[Callable[[], object], str]] = {
     "batch_dims=[1]": (lambda: build(batch_dims=[1]), r"batch_dims=\[1\]: wanted a dimension"),
     "batch_dims by number": (lambda: build(batch_dims={0: 1}), r"batch_dims=.*by leaf"),
     "batch_dims of True": (lambda: build(batch_dims={"args[0]": True}), r"batch_dims=.*by leaf"),
-    "transport": (lambda: build(transport="nccl"), r"transport='nccl': choose one of memory, pro"),
+    "transport": (lambda: build(transport="nccl"), r"transport='nccl': choose one of memory, sh"),
     "transport=5": (lambda: build(transport=5), r"transport=5: wanted a name or a transport"),
     "transport, alone": (
         lambda: build(transport="process-group"),
         r"transport='process-group': this process is alone: start the script with torchrun",
+    ),
+    "shared memory, alone": (
+        lambda: build(transport="shared-memory"),
+        r"transport='shared-memory': this process is alone: start the script with torchrun",
+    ),
+    "heartbeat_timeout": (
+        lambda: build(heartbeat_timeout=0),
+        r"heartbeat_timeout=0: wanted a number of seconds above 0",
     ),
     "devices, a string": (lambda: build(devices="cpu"), r"devices='cpu': wanted a list with one"),
     "devices, a number": (lambda: build(devices=2), r"devices=2: wanted a list with one"),

@@ -31,6 +31,7 @@ from stageline.running.runner import ThreadRunner
 from stageline.running.settings import Settings, WrapStage
 from stageline.running.stages import LoadedKeys
 from stageline.running.transports.base import ThreadTransport
+from stageline.running.undoing import Undo
 from stageline.scheduling import Schedule
 
 
@@ -230,7 +231,7 @@ class Pipeline:
             batch_dims=settings.batch_dims,
             keeps_outputs=settings.keep_outputs,
             shares_outputs=settings.share_outputs,
-            parameters=tuple(self.parameters()),
+            undo=Undo(tuple(self.parameters()), (stage.module for stage in self._stages.stages)),
             foreign=ForeignParameters(assembly.owners(sources, ties)),
             ties=ties,
             recordings=assembly.recordings(cut.staged, self._stages, parts, ties),

@@ -224,3 +224,21 @@ def test_two_failures_at_once_give_one_error() -> None:
     ):
         setup.step()
     setup.next_step_is_exact()
+
+
+def test_a_failed_step_leaves_no_statistics_behind() -> None:
+    """BatchNorm counted the microbatches of a step that never was."""
+    torch.manual_seed(0)
+    trap = Trap()
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), trap)
+    pipe = sl.Pipeline(model, split=2, num_microbatches=MICROBATCHES, loss_fn=F.mse_loss)
+    x, y = torch.randn(ROWS, 4), torch.randn(ROWS, 4)
+    pipe.step(x, target=y)
+    pipe.zero_grad()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    trap.armed = ("backward", 3, Boom())
+    with pytest.raises(sl.StepError):
+        pipe.step(x, target=y)
+    assert {name: buffer.tolist() for name, buffer in model.named_buffers()} == {
+        name: buffer.tolist() for name, buffer in before.items()
+    }

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from stageline.errors import BatchError, PipeError, ScheduleError, StepError
+from stageline.errors import BatchError, PipeError, ScheduleError
 from stageline.running.boundary import Packet
 from stageline.running.control.agreement import ROWS, Facts
 from stageline.running.events import Observer
@@ -29,6 +29,7 @@ from stageline.running.signature import facts_of
 from stageline.running.ties import Ties
 from stageline.running.timetable import Purpose, Timetable, halves
 from stageline.running.transports.base import Arrived
+from stageline.running.undoing import Undo
 from stageline.torch_private import run_backward, tree_flatten
 
 
@@ -44,7 +45,7 @@ class Engine:
         batch_dims: Where the batch dimension lies, if not first.
         keeps_outputs: Whether a step returns its outputs.
         shares_outputs: Whether outputs go to every rank, or stay on the last stage's.
-        parameters: Those of the stages that live here.
+        undo: Puts back what a failed step has changed.
         foreign: Which stages each parameter of the model belongs to.
         ties: What stages share.
     """
@@ -56,7 +57,7 @@ class Engine:
     batch_dims: BatchDims
     keeps_outputs: bool
     shares_outputs: bool
-    parameters: tuple[nn.Parameter, ...]
+    undo: Undo
     foreign: ForeignParameters
     ties: Ties
     recordings: Recordings | None = None
@@ -90,7 +91,7 @@ class Engine:
             self.ties.refresh()
             batch = self._cut(args, kwargs, target, purpose)
             states = self._states(batch, purpose, self.loss_rule)
-            with self._gradients_undone_on_failure(purpose):
+            with self.undo.on_failure(purpose):
                 self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
                 first, last = states.get(self._placement[0]), states.get(self._last_rank)
                 outputs = self._outputs(last, batch) if self.keeps_outputs else None
@@ -147,7 +148,7 @@ class Engine:
             for index, of_microbatch in enumerate(gradients):
                 key = (len(self._placement) - 1, index)
                 last.gradients[key] = Arrived(Packet(list(of_microbatch)))
-            with self._call(), self._gradients_undone_on_failure(purpose):
+            with self._call(), self.undo.on_failure(purpose):
                 self._run([later for _, later in rows], mine, observer, purpose)
             return _input_gradients(mine[self._placement[0]])
 
@@ -270,25 +271,6 @@ class Engine:
             raise told from told.__cause__
         finally:
             self._busy.release()
-
-    @contextmanager
-    def _gradients_undone_on_failure(self, purpose: Purpose) -> Iterator[None]:
-        """A failed step leaves no half-summed gradient where there was none before."""
-        if not purpose.builds_graph:
-            yield
-            return
-        fresh = [parameter for parameter in self.parameters if parameter.grad is None]
-        try:
-            yield
-        except BaseException as failure:
-            for parameter in fresh:
-                parameter.grad = None
-            if isinstance(failure, StepError) and len(fresh) < len(self.parameters):
-                failure.hint = (
-                    "(Gradients accumulated before this step may now hold a part of it: call "
-                    "zero_grad() before the next one.)"
-                )
-            raise
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stageline.errors import PipeError, StagelineError
+from stageline.errors import PipeError, StagelineError, StepError
 from stageline.running.boundary import Packet, leave
 from stageline.running.caller import step_modes
 from stageline.running.control import Failure, Member, leaving
@@ -134,7 +134,10 @@ class ProcessRunner(Runner):
                 error.failure = told
         elif isinstance(error, Aborted):
             assert member.failure is not None
-            error = member.failure.error()
+            made = member.failure.error()
+            if isinstance(made, StepError):
+                made.hint = error.hint
+            error = made
         self._transport.reset()
         return error
 

@@ -17,7 +17,13 @@ from stageline.errors import ConfigError, PeerError, RemoteCause, StagelineError
 
 
 class Aborted(BaseException):
-    """Another rank failed, so this one stops; never seen by a user."""
+    """Another rank failed, so this one stops; never seen by a user.
+
+    Attributes:
+        hint: What the error that the user sees should add.
+    """
+
+    hint: str = ""
 
 
 @dataclass(frozen=True)
