@@ -321,13 +321,13 @@ class Pipeline:
 
     def __repr__(self) -> str:
         schedule, runner = self.schedule, self._engine.runner
-        where = "threads of one process" if isinstance(runner, ThreadRunner) else "processes"
         weights = [stage.num_parameters for stage in self.plan.stages]
         known = [weight for weight in weights if weight is not None]
         outlook = f", {forecast(schedule, known)}" if len(known) == len(weights) else ""
         return (
-            f"Pipeline: {self.plan.num_stages} stages on {runner.num_ranks} ranks ({where}), "
-            f"schedule {schedule.name}, {schedule.num_microbatches} microbatches{outlook}\n"
+            f"Pipeline: {self.plan.num_stages} stages on {runner.num_ranks} ranks "
+            f"({runner.where}), schedule {schedule.name}, "
+            f"{schedule.num_microbatches} microbatches{outlook}\n"
             f"{self.plan.table()}"
         )
 

@@ -6,6 +6,7 @@ the plain model without an error. The tests carry the number of the fault they s
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -235,3 +236,156 @@ def _evaluate_between_steps(rank: int) -> list[str]:
 @pytest.mark.processes
 def test_faults_4_5_and_8_between_processes(two_ranks: RankPool) -> None:
     assert two_ranks.run(_evaluate_between_steps) == [[], []]
+
+
+class _TiedLanguageModel(nn.Module):
+    """An embedding whose weight is also the head's, around a loop over one shared block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 8)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5))
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 13, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens).mean(1)
+        for _ in range(3):
+            x = self.block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def _tied(transport: str | None = None) -> tuple[sl.Pipeline, nn.Module, Tensor, Tensor]:
+    torch.manual_seed(3)
+    model = _TiedLanguageModel()
+    tokens, labels = torch.randint(13, (8, 5)), torch.randint(13, (8,))
+    plain = copy.deepcopy(model)
+    pipe = sl.Pipeline(
+        model,
+        example_args=(tokens[:2],),
+        split={"block": "end"},
+        num_microbatches=4,
+        loss_fn=F.cross_entropy,
+        ranks=None if transport is None else 2,
+        transport=transport,
+        timeout=30,
+    )
+    return pipe, plain, tokens, labels
+
+
+def _close(got: Tensor, wanted: Tensor) -> bool:
+    """Sums over ranks come in another order than in the plain model: 1e-6 of the largest value."""
+    return bool((got - wanted).abs().max() <= 1e-6 * wanted.abs().max())
+
+
+def test_fault_1_a_tied_weight_gets_the_sum_of_all_its_gradients() -> None:
+    """There, each stage has a copy, nothing is summed, and the copies drift apart."""
+    pipe, plain, tokens, labels = _tied()
+    pipe.eval()
+    pipe.training = True  # gradients, without dropout
+    plain.eval()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (pipe, plain)]
+    for _ in range(3):
+        pipe.step(tokens, target=labels)
+        plain_step(plain, tokens, target=labels, num_microbatches=4, loss_fn=F.cross_entropy)
+        wanted = _gradients(plain)
+        assert _gradients(pipe).keys() == wanted.keys()
+        for name, gradient in _gradients(pipe).items():
+            assert _close(gradient, wanted[name]), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in pipe.named_parameters():
+        assert _close(parameter.detach(), dict(plain.named_parameters())[name].detach()), name
+
+
+@pytest.mark.parametrize("frozen", [[0], [0, 1], [1], [0, 2]])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "sequential"])
+def test_fault_2_frozen_stages_do_not_starve_the_others(frozen: list[int], schedule: str) -> None:
+    """There, a frozen first stage leaves the next without any gradient."""
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
+    stages.append(nn.Sequential(nn.Linear(4, 2)))
+    for index in frozen:
+        stages[index].requires_grad_(False)
+    plain = copy.deepcopy(nn.Sequential(*stages))
+    x, y = torch.randn(8, 4), torch.randint(2, (8,))
+    pipe = sl.Pipeline.from_stages(
+        stages, num_microbatches=4, schedule=schedule, loss_fn=F.cross_entropy
+    )
+    pipe.step(x, target=y)
+    plain_step(plain, x, target=y, num_microbatches=4, loss_fn=F.cross_entropy)
+    assert len(_gradients(plain)) == 2 * (4 - len(frozen))
+    _assert_equal(_gradients(pipe), _gradients(plain))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "sequential"])
+def test_fault_3_hooks_on_parameters_see_every_gradient(schedule: str) -> None:
+    """There, weight gradients are written by hand, and DDP, which lives on hooks, sees none."""
+    case = Case("mlp", 3, schedule, "even", "fp32")
+    model, x, y = case.build()
+    seen: dict[str, int] = {}
+
+    def count(name: str) -> Any:
+        def hook(_: Tensor) -> None:
+            seen[name] = seen.get(name, 0) + 1
+
+        return hook
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(count(name))
+    _pipe(case, model).step(x, target=y)
+    assert seen == {name: case.num_microbatches for name, _ in model.named_parameters()}
+
+
+def test_fault_9_evaluation_reaches_every_layer_of_a_recorded_model() -> None:
+    """There, dropout and BatchNorm are burned in when the model is traced; eval() does nothing."""
+    pipe, plain, tokens, labels = _tied()
+    pipe.step(tokens, target=labels)
+    plain.load_state_dict(pipe.state_dict())
+    pipe.eval()
+    plain.eval()
+    assert torch.equal(pipe(tokens), pipe(tokens))
+    with torch.no_grad():
+        wanted = torch.cat([plain(part) for part in tokens.tensor_split(4)])
+    assert torch.equal(pipe(tokens), wanted)
+    before = {name: buffer.clone() for name, buffer in pipe.named_buffers()}
+    pipe.step(tokens, target=labels)
+    for name, buffer in pipe.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+
+
+def test_fault_11_unrolled_and_shared_modules_keep_their_names() -> None:
+    """There, an unrolled block appears under mangled and phantom names in the state."""
+    pipe, plain, _, _ = _tied()
+    assert len(pipe.plan.stages) == 4
+    assert list(pipe.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in pipe.named_parameters()] == [n for n, _ in plain.named_parameters()]
+
+
+def _faults_between_processes(rank: int, transport: str) -> list[str]:
+    torch.set_num_threads(1)
+    pipe, plain, tokens, labels = _tied(transport)
+    whole = dict(plain.state_dict())
+    wrong = [name for name in pipe.state_dict() if name not in whole]
+    pipe.eval()
+    pipe.training = True
+    plain.eval()
+    pipe.step(tokens, target=labels)
+    plain_step(plain, tokens, target=labels, num_microbatches=4, loss_fn=F.cross_entropy)
+    wanted = _gradients(plain)
+    wrong += [name for name, got in _gradients(pipe).items() if not _close(got, wanted[name])]
+    pipe.eval()
+    with torch.no_grad():
+        outputs = torch.cat([plain(part) for part in tokens.tensor_split(4)])
+    if not torch.equal(pipe(tokens), outputs):
+        wrong.append("outputs after eval()")
+    pipe.close()
+    return wrong
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("transport", ["shared-memory", "process-group"])
+def test_faults_1_9_and_11_between_processes(transport: str, two_ranks: RankPool) -> None:
+    assert two_ranks.run(_faults_between_processes, transport) == [[], []]

@@ -78,6 +78,26 @@ def _only_what_a_rank_needs(rank: int) -> tuple[float, list[list[float]]]:
     return loss, logits.tolist()
 
 
+def _shown(rank: int, transport: str | None) -> str:
+    return repr(pipeline(transport=transport)).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("transport", "told"),
+    [
+        (None, "processes, shared memory"),
+        ("shared-memory", "processes, shared memory"),
+        ("process-group", "processes, gloo"),
+    ],
+)
+def test_a_pipeline_says_what_carries_its_packets(
+    transport: str | None, told: str, two_ranks: RankPool
+) -> None:
+    """On one host that is shared memory, unless somebody says otherwise."""
+    for line in two_ranks.run(_shown, transport):
+        assert f"2 stages on 2 ranks ({told})" in line
+
+
 def _everything(rank: int) -> tuple[float, list[list[float]]]:
     pipe = pipeline()
     x, y = batch()

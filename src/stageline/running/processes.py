@@ -53,6 +53,7 @@ class ProcessRunner(Runner):
         self._transport = transport
         self._forward_window = forward_window(schedule)
         self._on_cpu = on_cpu
+        self.where = f"processes, {transport.name}"
         self._endpoint: Endpoint | None = None
         self._purpose = Purpose.TRAIN
         self._is_begun = False

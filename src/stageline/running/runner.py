@@ -50,12 +50,14 @@ class Runner(ABC):
         num_ranks: How many the pipeline has in all.
         calls: How many calls were begun, this one included.
         compares: Whether ranks compare what they were given.
+        where: Where the ranks live and what carries packets, for people.
     """
 
     ranks: tuple[int, ...]
     num_ranks: int
     calls: int = 0
     compares: bool = False
+    where: str = "threads of one process"
 
     @abstractmethod
     def begin(self, purpose: Purpose, look: Callable[[], Facts]) -> int:

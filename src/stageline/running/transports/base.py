@@ -105,7 +105,13 @@ class ThreadTransport(ABC):
 
 
 class ProcessTransport(ABC):
-    """A transport between processes; this one plays a single rank."""
+    """A transport between processes; this one plays a single rank.
+
+    Attributes:
+        name: What people call it.
+    """
+
+    name: str
 
     @abstractmethod
     def open(self, *, epoch: int, window: int | None) -> Endpoint:

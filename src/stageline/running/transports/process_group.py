@@ -53,6 +53,8 @@ class ProcessGroupTransport(ProcessTransport):
         member: This rank's side of the control plane.
     """
 
+    name = "gloo"
+
     def __init__(self, member: Member) -> None:
         self.member = member
         self.rank = member.rank

@@ -49,6 +49,8 @@ class SharedMemoryTransport(ProcessTransport):
         member: This rank's side of the control plane; channels are set up through it.
     """
 
+    name = "shared memory"
+
     def __init__(self, member: Member) -> None:
         self.member = member
         self._generation = 0
