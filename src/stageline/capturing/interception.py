@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from stageline.capturing.naming import named_everywhere
+from stageline.capturing.streams.tracking import calls_followed
 
 CallHandler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -58,7 +59,7 @@ def intercepted(model: nn.Module, handler: CallHandler) -> Iterator[None]:
     methods = _methods(model)
     routers = _thread.routers
     router = _Router(handler)
-    with _uncompiled(), _patches.held(methods):
+    with _uncompiled(), calls_followed(), _patches.held(methods):
         routers.append(router)
         try:
             yield
@@ -166,6 +167,7 @@ class _Router:
                 self._running.pop()
 
         vars(call)["is_whole"] = _is_whole(module, step)
+        vars(call)["is_direct"] = step[0] == "forward"  # layer.forward(x), without the call
         return route
 
 

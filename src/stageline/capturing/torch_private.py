@@ -21,6 +21,9 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+# Where torch keeps functions that it has no public name for; models reach them through others.
+native_functions = torch._C._nn
+
 __all__ = [
     "SUPPORTED_NODES",
     "GetAttrKey",
@@ -29,6 +32,7 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "functorch_level",
+    "native_functions",
     "register_dataclass",
     "storage_of",
     "tree_flatten",

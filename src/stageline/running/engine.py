@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from stageline.running.program import StageProgram
 from stageline.running.recordings import Chosen, Recordings
 from stageline.running.result import StepResult
 from stageline.running.runner import Runner
+from stageline.running.streams.calls import CallStreams, Streams, generator_untouched, installed
 from stageline.running.ties import Ties
 from stageline.running.timetable import Purpose, Timetable, halves
 from stageline.running.torch_private import run_backward, tree_flatten
@@ -49,6 +50,7 @@ class Engine:
         parameters: Those of the stages that live here.
         foreign: Which stages each parameter of the model belongs to.
         ties: What stages share.
+        streams: Where random numbers come from.
     """
 
     programs: Mapping[int, StageProgram]
@@ -61,6 +63,7 @@ class Engine:
     parameters: tuple[nn.Parameter, ...]
     foreign: ForeignParameters
     ties: Ties
+    streams: Streams
     recordings: Recordings | None = None
     _busy: threading.Lock = field(default_factory=threading.Lock)
 
@@ -96,6 +99,7 @@ class Engine:
             first, last = states.get(self._placement[0]), states.get(self._last_rank)
             if first is not None:
                 _accumulate(first)
+            self.streams.completed[purpose.name] += 1
             loss = self.runner.share(
                 "L", None if last is None else _total(last.losses), owner=self._last_rank
             )
@@ -112,6 +116,7 @@ class Engine:
             batch = self._cut(args, kwargs, None, purpose)
             states = self._states(batch, purpose, None)
             self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
+            self.streams.completed[purpose.name] += 1
             return self._outputs(states.get(self._last_rank), batch)()
 
     def differentiate(
@@ -125,6 +130,7 @@ class Engine:
             states = self._states(batch, purpose, None)
             rows = [halves(row) for row in self.timetable.rows(batch.count, purpose)]
             self._run([forward for forward, _ in rows], states, observer, purpose)
+            self.streams.completed[purpose.name] += 1
             outputs = states[self._last_rank].outputs
             packets = [outputs.pop(index) for index in range(batch.count)]
 
@@ -162,15 +168,14 @@ class Engine:
         purpose: Purpose,
     ) -> None:
         """Run rows, and give tied parameters their gradients."""
-        if not purpose.builds_graph:
-            with self.ties.buffers_watched():
-                self.runner.run(rows, states, observer)
-            return
-        with (
-            self._gradients_undone_on_failure(),
-            self.ties.summed(self.runner),
-            self.ties.buffers_watched(),
-        ):
+        with ExitStack() as stack:
+            if purpose.builds_graph:
+                stack.enter_context(self._gradients_undone_on_failure())
+                stack.enter_context(self.ties.summed(self.runner))
+            stack.enter_context(self.ties.buffers_watched())
+            stack.enter_context(generator_untouched())
+            if any(state.streams is not None for state in states.values()):
+                stack.enter_context(installed())
             self.runner.run(rows, states, observer)
 
     def _cut(
@@ -235,6 +240,7 @@ class Engine:
         chosen: Sequence[Chosen] = ()
         if self.recordings is not None:
             chosen = self.recordings.choose(batch, builds_graph=purpose.builds_graph)
+        streams = self._streams(purpose)
         return {
             rank: StepState(
                 self.programs,
@@ -244,9 +250,21 @@ class Engine:
                 keeps_outputs=self.keeps_outputs,
                 foreign=self.foreign,
                 chosen=chosen,
+                streams=streams,
             )
             for rank in self.runner.ranks
         }
+
+    def _streams(self, purpose: Purpose) -> CallStreams | None:
+        """Return the streams of a call, keyed as the rank of the first stage says."""
+        streams = self.streams
+        if not streams.may_draw:
+            return None
+        kind = purpose.name
+        mine = f"{torch.initial_seed()} {streams.completed[kind]}"  # as text: numbers of any size
+        seed, number = map(int, self.runner.share("R", mine, owner=self._placement[0])().split())
+        streams.completed[kind] = number
+        return streams.of_call(kind, seed, number)
 
     def _outputs(self, last: StepState | None, batch: Microbatches) -> Callable[[], Any]:
         """Return a question for the merged outputs; every rank merges for itself."""

@@ -10,12 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+# What draws without a generator of its own draws from this one; torch.random hands it out too, but
+# there a stand-in takes its place while a step runs.
+from torch._C import default_generator
+from torch._ops import OpOverload
 from torch.autograd.graph import GradientEdge, Node
 
 # There is no public way to see which modes are active.
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 # There is no public pytree module in torch; these functions have kept their meaning since 2.1 and
 # know the containers that users register (transformers' ModelOutput among them).
@@ -31,10 +36,16 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
+    "NESTED_BACKWARDS",
+    "OpOverload",
+    "TorchDispatchMode",
     "TreeSpec",
+    "backward_of",
+    "default_generator",
     "engine_will_run",
     "foreign_modes",
     "has_gradient_hooks",
+    "is_composite",
     "leaf_names",
     "run_backward",
     "saved_tensor_hooks",
@@ -61,6 +72,39 @@ def run_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Ten
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+NESTED_BACKWARDS: frozenset[Any] = frozenset({Tensor.backward, torch.autograd.backward})
+
+
+def backward_of(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Do what ``backward`` does, but stay in the function modes that are entered."""
+    if func is Tensor.backward:
+        torch.autograd.backward(args[0], kwargs.pop("gradient"), **kwargs)  # comes back here
+        return
+    (tensors,), gradients = args, kwargs["grad_tensors"]
+    if gradients is None:
+        gradients = (None,) * len(tensors)
+    create, inputs = kwargs["create_graph"], kwargs["inputs"]
+    _engine_run_backward(
+        tensors,
+        torch.autograd._make_grads(
+            tensors,
+            (gradients,) if isinstance(gradients, Tensor) else tuple(gradients),
+            is_grads_batched=False,
+        ),
+        create if kwargs["retain_graph"] is None else kwargs["retain_graph"],
+        create,
+        inputs or (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def is_composite(operation: OpOverload) -> bool:
+    """Return whether an operation is made of others, and so can be taken apart."""
+    name = operation.name()
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
 
 
 def engine_will_run(node: Node) -> bool:
