@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from stageline.capturing.naming import named_everywhere
-from stageline.capturing.streams.tracking import calls_followed
 
 CallHandler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -59,7 +58,7 @@ def intercepted(model: nn.Module, handler: CallHandler) -> Iterator[None]:
     methods = _methods(model)
     routers = _thread.routers
     router = _Router(handler)
-    with _uncompiled(), calls_followed(), _patches.held(methods):
+    with _uncompiled(), _patches.held(methods):
         routers.append(router)
         try:
             yield

@@ -24,7 +24,11 @@ from torch.utils._pytree import (
 # Where torch keeps functions that it has no public name for; models reach them through others.
 native_functions = torch._C._nn
 
+# What nn.Module.__call__ calls, hooks included; dynamo and torch.fx know it by this name too.
+CALL = "_call_impl"
+
 __all__ = [
+    "CALL",
     "SUPPORTED_NODES",
     "GetAttrKey",
     "MappingKey",

@@ -6,6 +6,7 @@ A new torch release is checked against this file first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ __all__ = [
     "tree_unflatten",
     "treespec_dumps",
     "treespec_loads",
+    "without_overrides",
 ]
 
 # Tensor.backward costs a quarter of the speed of small stages, and, being overridable, it leaves
@@ -99,6 +101,30 @@ def backward_of(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+def without_overrides(function: Any) -> Any:
+    """Return a function of torch that does what it does when nobody overrides it.
+
+    Otherwise it would ask the modes that are entered, and they must leave before they call it.
+    """
+    asked = {name: _never for name in _ASKS}
+    twin = FunctionType(
+        function.__code__,
+        {**function.__globals__, **asked},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
+
+
+_ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def _never(*args: Any) -> bool:
+    return False
 
 
 def is_composite(operation: OpOverload) -> bool:

@@ -201,14 +201,16 @@ class Track:
         numbers: The modules of the model, by identity.
         frame: The call that runs now.
         base: What the keys of this microbatch begin with; None while a model is recorded.
+        draw: The draw that this thread is in, if one drawing function calls others.
     """
 
-    __slots__ = ("base", "frame", "numbers")
+    __slots__ = ("base", "draw", "frame", "numbers")
 
     def __init__(self, numbers: Mapping[int, int], frame: Frame, base: int | None = None) -> None:
         self.numbers = numbers
         self.frame = frame
         self.base = base
+        self.draw: Any = None
 
 
 class _Here(threading.local):
