@@ -237,10 +237,10 @@ class Engine:
     def _states(
         self, batch: Microbatches, purpose: Purpose, loss_rule: LossRule | None
     ) -> dict[int, StepState]:
+        streams = self._streams(purpose)
         chosen: Sequence[Chosen] = ()
         if self.recordings is not None:
             chosen = self.recordings.choose(batch, builds_graph=purpose.builds_graph)
-        streams = self._streams(purpose)
         return {
             rank: StepState(
                 self.programs,
@@ -262,7 +262,7 @@ class Engine:
             return None
         kind = purpose.name
         mine = f"{torch.initial_seed()} {streams.completed[kind]}"  # as text: numbers of any size
-        seed, number = map(int, self.runner.share("R", mine, owner=self._placement[0])().split())
+        seed, number = map(int, self.runner.share("S", mine, owner=self._placement[0])().split())
         streams.completed[kind] = number
         return streams.of_call(kind, seed, number)
 

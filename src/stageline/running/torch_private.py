@@ -50,6 +50,7 @@ __all__ = [
     "leaf_names",
     "run_backward",
     "saved_tensor_hooks",
+    "taken_apart",
     "tree_flatten",
     "tree_map_only",
     "tree_unflatten",
@@ -131,6 +132,11 @@ def is_composite(operation: OpOverload) -> bool:
     """Return whether an operation is made of others, and so can be taken apart."""
     name = operation.name()
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
+
+
+def taken_apart(operation: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a composite operation as its parts; ``decompose`` prefers rewrites in Python."""
+    return operation._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def engine_will_run(node: Node) -> bool:

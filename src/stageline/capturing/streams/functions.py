@@ -31,6 +31,7 @@ _OPERATIONS = """
 # Functions written in Python, which use those.
 _COMPOSITES = """
     alpha_dropout dropout dropout1d dropout2d dropout3d feature_alpha_dropout
+    fractional_max_pool2d fractional_max_pool3d
     fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices gumbel_softmax
     multi_head_attention_forward rrelu
 """

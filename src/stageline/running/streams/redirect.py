@@ -2,7 +2,7 @@
 
     F.dropout               three operations, one of them with ``generator=``
     functions in Python     run as they are: they come to one of the others
-    operations in C++       run under a dispatch mode that adds ``generator=`` to what they are made of
+    operations in C++       run under a dispatch mode that adds ``generator=`` to their parts
     everything else         passes
 
 Which functions draw is listed (capturing/streams/functions.py). Should another one draw, the escape
@@ -32,6 +32,7 @@ from stageline.running.torch_private import (
     backward_of,
     default_generator,
     is_composite,
+    taken_apart,
     without_overrides,
 )
 
@@ -108,7 +109,7 @@ def _drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if kwargs.get("generator") is default_generator:
         kwargs = {**kwargs, "generator": None}
-    if getattr(func, "__module__", None) == F.__name__ and type(func) is FunctionType:
+    if type(func) is FunctionType and func.__globals__ is vars(F):
         return _inside(track, draw, func, args, kwargs)
     return _adding(draw, func, args, kwargs)
 
@@ -210,7 +211,7 @@ def _as_it_is(mode: _Adding, func: Any, args: Any, kwargs: dict[str, Any]) -> An
 
 def _decomposed(mode: _Adding, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     with mode:
-        return func.decompose(*args, **kwargs)
+        return taken_apart(func, args, kwargs)
 
 
 def _names(func: Any) -> list[str]:
