@@ -51,7 +51,7 @@ CASES: dict[str, Callable[[], Tensor]] = {
     "feature_alpha_dropout": lambda: F.feature_alpha_dropout(X, 0.3, training=True),
     "rrelu": lambda: F.rrelu(X, training=True),
     "gumbel_softmax": lambda: F.gumbel_softmax(X),
-    "fractional_max_pool2d": lambda: F.fractional_max_pool2d(IMAGES, 2, output_size=4),
+    "fractional_max_pool2d": lambda: F.fractional_max_pool2d(IMAGES, 2, output_size=5),
     "attention": lambda: F.scaled_dot_product_attention(X, X, X, dropout_p=0.2),
     "MultiheadAttention": _layer(lambda: nn.MultiheadAttention(8, 2, dropout=0.2)),
     "TransformerEncoderLayer": _layer(lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2)),
