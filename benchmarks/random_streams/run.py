@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.capturing.streams.tracking import numbers_of
-from stageline.running.streams.calls import CallStreams, StageStreams, installed
+from stageline.running.streams.calls import CallStreams, StageStreams
 from stageline.running.streams.candidates import Candidates
 from stageline.running.torch_private import run_backward
 
@@ -70,7 +70,7 @@ def contestants(case: Case) -> dict[str, Callable[[], object]]:
         if not drawing:  # as a pipeline does: nothing is entered, nothing is replaced
             streamed()
             return
-        with installed():
+        with streams.installed():
             streamed()
 
     return {"plain": plain, "again": plain, "streams": in_streams}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import stageline as sl
 from stageline.testing import PlainResult, plain_step
 from tests.models.comparing import (
+    SEED,
     Run,
     as_loss,
     buffers_of,
@@ -186,6 +187,7 @@ def check_pipeline(
     _tidy()
     inputs = inputs_of(entry, kind.given)
     plain, model = entry.build(), entry.build()
+    torch.manual_seed(SEED)  # in every process the one that the plain model draws by
     settings: dict[str, Any] = {"num_microbatches": 2}
     target = None
     if not (kind.given.labels and entry.computes_loss):

@@ -40,7 +40,8 @@ class Noise(nn.Module):
         noise = torch.distributions.Normal(torch.zeros(WIDTH), torch.ones(WIDTH))
         order = torch.randperm(WIDTH)
         picked = torch.multinomial(torch.ones(WIDTH), 2)
-        return x[:, order] + 0.1 * noise.sample((x.shape[0],)) + picked.sum()
+        sample: Tensor = noise.sample((x.shape[0],))
+        return x[:, order] + 0.1 * sample + picked.sum()
 
 
 class Recurrent(nn.Module):

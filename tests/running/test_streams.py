@@ -113,7 +113,7 @@ def test_the_users_own_random_numbers_are_untouched(closing: list[sl.Pipeline]) 
     closing.append(pipe)
     x, y = batch()
     torch.manual_seed(1)
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # type: ignore[index, union-attr]
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # type: ignore[index]
     pipe.step(x, target=y)
     pipe(x).sum().backward()
     pipe.eval().step(x, target=y)
@@ -250,12 +250,13 @@ def test_a_draw_past_the_streams_is_an_error_and_leaves_no_gradients(
 
 def test_a_model_that_cannot_draw_is_not_followed(closing: list[sl.Pipeline]) -> None:
     """Dropout with p = 0 and eval mode count as not drawing; what is unknown may draw."""
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0), nn.Linear(WIDTH, 4))
+    dropout = nn.Dropout(0.0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), dropout, nn.Linear(WIDTH, 4))
     pipe = pipeline(model, split=2)
     closing.append(pipe)
     streams = pipe._engine.streams
     assert streams.of_call("TRAIN", 0, 0) is None
-    model[1].p = 0.5
+    dropout.p = 0.5
     drawing = streams.of_call("TRAIN", 0, 0)
     assert drawing is not None
     assert len(drawing.stages) == 1
@@ -270,6 +271,46 @@ def test_a_wrapper_around_a_stage_is_no_part_of_the_model(closing: list[sl.Pipel
     closing.append(pipe)
     x, y = batch()
     assert torch.equal(pipe.step(x, target=y).loss, wanted[0])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_block_that_draws_runs_uncompiled(
+    in_place: bool, closing: list[sl.Pipeline], caplog: pytest.LogCaptureFixture
+) -> None:
+    def model() -> nn.Sequential:
+        torch.manual_seed(SEED)
+        block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))
+        if in_place:
+            block.compile(backend="eager")
+        compiled: Any = block if in_place else torch.compile(block, backend="eager")
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), compiled, nn.Dropout(0.3), nn.Tanh())
+
+    plain = model()
+    wanted = plain_steps(plain, 2)
+    pipe = pipeline(model(), split=3)
+    closing.append(pipe)
+    x, y = batch()
+    assert all(torch.equal(pipe.step(x, target=y).loss, loss) for loss in wanted)
+    assert differences(pipe, plain) == []
+    assert "runs uncompiled" in caplog.text
+
+
+def test_a_compiled_block_that_draws_nothing_stays_compiled(closing: list[sl.Pipeline]) -> None:
+    compiled = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    def wrap(module: nn.Module, index: int) -> Any:
+        return torch.compile(module, backend=backend)
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0), nn.Linear(WIDTH, 4))
+    pipe = pipeline(model, split=2, wrap_stage=wrap)
+    closing.append(pipe)
+    x, y = batch()
+    pipe.step(x, target=y)
+    assert compiled
 
 
 def _in_process(rank: int, seed: int) -> tuple[Tensor, list[str], int]:

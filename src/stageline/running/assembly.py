@@ -250,7 +250,7 @@ def _may_ever_draw(module: nn.Module | None) -> bool:
     if module is None or isinstance(module, VariantStage):
         return True
     found = Candidates.among(module.modules())
-    return found.always or bool(found.sometimes)
+    return found.unknown or bool(found.sometimes)
 
 
 def digests(

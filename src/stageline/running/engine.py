@@ -28,7 +28,7 @@ from stageline.running.program import StageProgram
 from stageline.running.recordings import Chosen, Recordings
 from stageline.running.result import StepResult
 from stageline.running.runner import Runner
-from stageline.running.streams.calls import CallStreams, Streams, generator_untouched, installed
+from stageline.running.streams.calls import CallStreams, Streams, generator_untouched
 from stageline.running.ties import Ties
 from stageline.running.timetable import Purpose, Timetable, halves
 from stageline.running.torch_private import run_backward, tree_flatten
@@ -174,8 +174,9 @@ class Engine:
                 stack.enter_context(self.ties.summed(self.runner))
             stack.enter_context(self.ties.buffers_watched())
             stack.enter_context(generator_untouched())
-            if any(state.streams is not None for state in states.values()):
-                stack.enter_context(installed())
+            streams = next(iter(states.values())).streams  # of the call: all ranks have the same
+            if streams is not None:
+                stack.enter_context(streams.installed())
             self.runner.run(rows, states, observer)
 
     def _cut(

@@ -37,7 +37,9 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
+    "COMPILED_CALL",
     "NESTED_BACKWARDS",
+    "WRAPPER_OF_COMPILED",
     "OpOverload",
     "TorchDispatchMode",
     "TreeSpec",
@@ -58,6 +60,11 @@ __all__ = [
     "treespec_loads",
     "without_overrides",
 ]
+
+# Where a module keeps what module.compile() made, and what torch.compile(module) returns; importing
+# the latter's class would import the compiler.
+COMPILED_CALL = "_compiled_call_impl"
+WRAPPER_OF_COMPILED = "OptimizedModule"
 
 # Tensor.backward costs a quarter of the speed of small stages, and, being overridable, it leaves
 # the function modes that keep random numbers apart; the engine's own entry does neither.

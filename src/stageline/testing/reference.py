@@ -21,15 +21,12 @@ from stageline.running.microbatches import BatchDims, LossReduction, Microbatche
 from stageline.running.streams.calls import (
     CallStreams,
     StageStreams,
+    Streams,
     generator_untouched,
-    installed,
 )
-from stageline.running.streams.candidates import Candidates
+from stageline.running.streams.candidates import WRAPPERS
 from stageline.running.timetable import Purpose
 from stageline.running.torch_private import run_backward
-
-WRAPPERS = ("OptimizedModule", "DistributedDataParallel")
-"""Modules that are put around a model and are no part of it."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +85,9 @@ def plain_step(
             if autocast_devices():
                 stack.enter_context(autocast_cache_off())
             stack.enter_context(generator_untouched())
-            stack.enter_context(installed())
-            streams = _streams(model, step)
+            streams = _streams(model, loss_fn, step)
+            if streams.stages or streams.loss_draws:
+                stack.enter_context(streams.installed())
             for index in range(batch.count):
                 part = batch.part(index)
                 with streams.forward(0, index):
@@ -109,12 +107,12 @@ def plain_step(
     return PlainResult(torch.as_tensor(total), merge_outputs(outputs, batch.sizes, batch_dims))
 
 
-def _streams(model: nn.Module, step: int) -> CallStreams:
-    """Return the streams of the model as one stage; it is followed whether it can draw or not."""
+def _streams(model: nn.Module, loss_fn: LossFunction | None, step: int) -> CallStreams:
+    """Return the streams of the model as one stage."""
     plain = model
     while type(plain).__name__ in WRAPPERS:
         plain = next(plain.children())
-    always = Candidates(always=True)
-    whole = StageStreams(numbers_of(plain), None, lambda: always)
+    whole = StageStreams.of(model, plain, numbers_of(plain), None)
     seed, kind = torch.initial_seed(), Purpose.TRAIN.name
-    return CallStreams({0: whole}, loss_draws=True, seed=seed, kind=kind, number=step)
+    streams = Streams({0: whole}, loss_fn, may_draw=True).of_call(kind, seed, step)
+    return streams or CallStreams({}, loss_draws=False, seed=seed, kind=kind, number=step)

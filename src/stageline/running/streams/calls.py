@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from stageline.capturing.streams.keys import ROOT, base_of, inside, number_of
 from stageline.capturing.streams.tracking import calls_followed
 from stageline.errors import PipeError
 from stageline.running.streams.candidates import Candidates, function_may_draw
+from stageline.running.streams.compiled import compiled_among, uncompiled
 from stageline.running.streams.redirect import REDIRECT
 from stageline.running.streams.stand_in import standing_in
 from stageline.running.torch_private import default_generator
@@ -45,13 +46,6 @@ class Inside:
 
 
 @contextmanager
-def installed() -> Iterator[None]:
-    """Replace what is replaced in torch while threads are inside streams."""
-    with calls_followed(), standing_in():
-        yield
-
-
-@contextmanager
 def generator_untouched() -> Iterator[None]:
     """Raise if somebody has drawn from torch's default generator in the meantime."""
     before = default_generator.get_state()
@@ -60,8 +54,9 @@ def generator_untouched() -> Iterator[None]:
         raise PipeError(
             "during this call something drew from torch's default generator, past the streams that "
             "keep random numbers apart: they would depend on which thread comes first. It was an "
-            "operation that stageline does not know (a custom or scripted one), or another thread "
-            "of your program: let it draw from a torch.Generator of its own, generator=..."
+            "operation that stageline does not know (a custom, scripted or compiled one), or "
+            "another thread of your program: let it draw from a torch.Generator of its own, "
+            "generator=..., or leave the module that draws uncompiled"
         )
 
 
@@ -97,16 +92,13 @@ class _Recorded:
         self._module = module
         self._stage = stage
         self._seen = -1
-        self._found = Candidates(always=True)
+        self._found = Candidates()
 
     def __call__(self) -> Candidates:
         if self._stage.num_variants != self._seen:
             self._seen = self._stage.num_variants
-            if self._stage.draws or self._module is not self._stage:
-                self._found = Candidates(always=True)
-            else:
-                inner = (module for module in self._stage.modules() if module is not self._stage)
-                self._found = Candidates.among(inner)
+            inner = [module for module in self._module.modules() if module is not self._stage]
+            self._found = Candidates.among(inner, certain=self._stage.draws)
         return self._found
 
 
@@ -117,6 +109,7 @@ class CallStreams:
     Attributes:
         stages: The stages that may draw in it.
         loss_draws: Whether its loss may.
+        compiled: The compiled modules of all stages, which run uncompiled meanwhile.
     """
 
     stages: Mapping[int, StageStreams]
@@ -124,6 +117,7 @@ class CallStreams:
     seed: int
     kind: str
     number: int
+    compiled: Sequence[nn.Module] = ()
     _bases: dict[int, int] = field(default_factory=dict)
 
     def _base(self, microbatch: int) -> int:
@@ -132,6 +126,12 @@ class CallStreams:
             base = base_of(self.seed, number_of(self.kind), self.number, microbatch)
             self._bases[microbatch] = base
         return base
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Replace what is replaced in torch while threads are inside these streams."""
+        with calls_followed(), standing_in(), uncompiled(self.compiled):
+            yield
 
     def forward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Return what to run a stage in."""
@@ -184,11 +184,17 @@ class Streams:
         self.completed = Counter[str]()
 
     def of_call(self, kind: str, seed: int, number: int) -> CallStreams | None:
-        """Return the streams of one call; None if nothing in it can draw."""
-        drawing = {
-            index: stage for index, stage in self._stages.items() if stage.candidates().may_draw()
-        }
+        """Return the streams of one call; None if nothing in it can draw.
+
+        Compiled code cannot be followed. It runs uncompiled if something is known to draw; else it
+        stays compiled, and what draws all the same is found by ``generator_untouched``.
+        """
+        found = {index: stage.candidates() for index, stage in self._stages.items()}
+        compiled = compiled_among(m for each in found.values() for m in each.modules)
+        if compiled and not any(each.draws() for each in found.values()):
+            return None
+        drawing = {i: self._stages[i] for i, each in found.items() if each.may_draw()}
         loss_draws = function_may_draw(self._loss_fn)
         if not drawing and not loss_draws:
             return None
-        return CallStreams(drawing, loss_draws, seed, kind, number)
+        return CallStreams(drawing, loss_draws, seed, kind, number, compiled)

@@ -32,6 +32,9 @@ _QUIET = """
     MarginRankingLoss HingeEmbeddingLoss CosineEmbeddingLoss TripletMarginLoss CTCLoss
 """
 
+WRAPPERS = ("OptimizedModule", "DistributedDataParallel")
+"""Modules that are put around a model and are no part of it, by name: importing them is slow."""
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
@@ -82,19 +85,27 @@ class Candidates:
     """What in a stage may draw.
 
     Attributes:
-        always: Whether something is in it of which nothing is known.
+        unknown: Whether something is in it of which nothing is known.
+        certain: Whether it has code of its own that draws.
         sometimes: Modules that draw in some states, each with the question for it.
+        modules: All modules of the stage.
     """
 
-    always: bool
+    unknown: bool = False
+    certain: bool = False
     sometimes: tuple[tuple[nn.Module, _Question], ...] = ()
+    modules: tuple[nn.Module, ...] = ()
+
+    def draws(self) -> bool:
+        """Whether something is known to draw, as the modules stand now."""
+        return self.certain or any(question(module) for module, question in self.sometimes)
 
     def may_draw(self) -> bool:
-        """Whether the stage may draw as its modules stand now."""
-        return self.always or any(question(module) for module, question in self.sometimes)
+        """Whether something draws, or may."""
+        return self.unknown or self.draws()
 
     @classmethod
-    def among(cls, modules: Iterable[nn.Module]) -> Candidates:
+    def among(cls, modules: Iterable[nn.Module], *, certain: bool = False) -> Candidates:
         """Look at modules, each for itself.
 
         Example:
@@ -106,15 +117,21 @@ class Candidates:
             >>> found.may_draw(), dropout.eval() and found.may_draw()
             (True, False)
         """
-        sometimes = []
-        for module in modules:
-            if any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module):
-                return cls(always=True)
-            if type(module) in _SOMETIMES:
-                sometimes.append((module, _SOMETIMES[type(module)]))
-            elif type(module) not in _NEVER:
-                return cls(always=True)
-        return cls(always=False, sometimes=tuple(sometimes))
+        modules = tuple(modules)
+        return cls(
+            unknown=any(map(_is_unknown, modules)),
+            certain=certain,
+            sometimes=tuple((m, _SOMETIMES[type(m)]) for m in modules if type(m) in _SOMETIMES),
+            modules=modules,
+        )
+
+
+def _is_unknown(module: nn.Module) -> bool:
+    if type(module).__name__ in WRAPPERS:
+        return False  # what they are around is looked at
+    has_hooks = any(getattr(module, hooks) for hooks in _HOOKS)
+    is_known = type(module) in _NEVER or type(module) in _SOMETIMES
+    return has_hooks or not is_known or "forward" in vars(module)
 
 
 def function_may_draw(function: Callable[..., Any] | None) -> bool:
