@@ -122,7 +122,6 @@ class Outcome:
     Attributes:
         verdict: ``exact``, ``close`` or ``WRONG`` (see comparing.py); ``refused`` if stageline said
             why not; ``crash`` if another error came up; ``no plain`` if the plain model fails too;
-            ``random`` if the plain model differs from itself with other random numbers.
         details: What differs, or the lines of the error.
         trace: The traceback of an error.
     """
@@ -133,7 +132,7 @@ class Outcome:
 
     @property
     def is_right(self) -> bool:
-        return self.verdict in ("exact", "close", "no plain", "random")
+        return self.verdict in ("exact", "close", "no plain")
 
     def __str__(self) -> str:
         return "\n".join((self.verdict, *self.details[:12], self.trace))

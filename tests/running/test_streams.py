@@ -295,6 +295,7 @@ def test_a_compiled_block_that_draws_runs_uncompiled(
     assert "runs uncompiled" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's own doing
 def test_a_compiled_block_that_draws_nothing_stays_compiled(closing: list[sl.Pipeline]) -> None:
     compiled = []
 
