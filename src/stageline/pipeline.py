@@ -30,6 +30,7 @@ from stageline.running.result import StepResult
 from stageline.running.runner import ThreadRunner
 from stageline.running.settings import Settings, WrapStage
 from stageline.running.stages import LoadedKeys
+from stageline.running.timetable import Purpose
 from stageline.running.transports.base import ThreadTransport
 from stageline.running.undoing import Undo
 from stageline.scheduling import Schedule
@@ -234,6 +235,7 @@ class Pipeline:
             undo=Undo(tuple(self.parameters()), (stage.module for stage in self._stages.stages)),
             foreign=ForeignParameters(assembly.owners(sources, ties)),
             ties=ties,
+            streams=assembly.streams(sources, self._stages, settings),
             recordings=assembly.recordings(cut.staged, self._stages, parts, ties),
         )
 
@@ -241,6 +243,20 @@ class Pipeline:
     def schedule(self) -> Schedule:
         """The schedule of a full batch."""
         return self._engine.timetable.schedule
+
+    @property
+    def step_number(self) -> int:
+        """How many training steps were completed: random numbers depend on it and on the seed.
+
+        Set it after a restart, and the steps that follow draw what they would have drawn.
+        """
+        return self._engine.streams.completed[Purpose.TRAIN.name]
+
+    @step_number.setter
+    def step_number(self, number: int) -> None:
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise ValueError(f"step_number: wanted a whole number of at least 0, got {number!r}")
+        self._engine.streams.completed[Purpose.TRAIN.name] = number
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
         """Run one batch: forward, loss and backward of every microbatch; gradients are accumulated.

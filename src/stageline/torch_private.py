@@ -20,10 +20,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# What draws without a generator of its own draws from this one; torch.random hands it out too, but
+# there a stand-in takes its place while a step runs.
+from torch._C import default_generator
 
 # torch.distributed has these without exporting them: the store of a job, a part of one, and the
 # group that a pipeline makes and drops by itself.
@@ -32,6 +37,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 # Where a vmap begins; torch.func.vmap and torch.vmap call it by the name in this module, so that
 # it is the one place to record a vmap as one step.
 from torch._functorch import apis as functorch_apis
+
+# What a dispatch mode is asked about; the way to tell an operation with a generator from others.
+from torch._ops import OpOverload
 from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_store
 
@@ -62,37 +70,48 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
+    "CALL",
     "CHECKPOINT_GENERATOR",
+    "COMPILED_CALL",
+    "NESTED_BACKWARDS",
     "SUPPORTED_NODES",
+    "WRAPPER_OF_COMPILED",
     "DisableTorchFunction",
     "GetAttrKey",
     "MappingKey",
+    "OpOverload",
     "PrefixStore",
     "SequenceKey",
     "Store",
     "TorchDispatchMode",
     "TreeSpec",
+    "backward_of",
     "checkpoint_module",
     "compiler_is_loaded",
     "connect_gloo",
+    "default_generator",
     "default_store",
     "engine_will_run",
     "foreign_modes",
     "functorch_apis",
     "functorch_level",
     "has_gradient_hooks",
+    "is_composite",
     "leaf_names",
+    "native_functions",
     "register_dataclass",
     "run_backward",
     "saved_tensor_hooks",
     "set_grad_enabled",
     "storage_of",
+    "taken_apart",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_map_only",
     "tree_unflatten",
     "treespec_dumps",
     "treespec_loads",
+    "without_overrides",
 ]
 
 # What a recording does on its own account must not be recorded. The public
@@ -104,6 +123,17 @@ set_grad_enabled = torch._C._set_grad_enabled
 
 # In checkpoint_module: runs the function of a non-reentrant checkpoint; there is no public hook.
 CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
+
+# Where torch keeps functions that it has no public name for; models reach them through others.
+native_functions = torch._C._nn
+
+# What nn.Module.__call__ calls, hooks included; dynamo and torch.fx know it by this name too.
+CALL = "_call_impl"
+
+# Where a module keeps what module.compile() made, and what torch.compile(module) returns; importing
+# the latter's class would import the compiler.
+COMPILED_CALL = "_compiled_call_impl"
+WRAPPER_OF_COMPILED = "OptimizedModule"
 
 # Tensor.backward costs a quarter of the speed of small stages, and, being overridable, it leaves
 # the function modes that keep random numbers apart; the engine's own entry does neither.
@@ -121,6 +151,68 @@ def run_backward(roots: Sequence[Tensor | GradientEdge], gradients: Sequence[Ten
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+NESTED_BACKWARDS: frozenset[Any] = frozenset({Tensor.backward, torch.autograd.backward})
+
+
+def backward_of(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Do what ``backward`` does, but stay in the function modes that are entered."""
+    if func is Tensor.backward:
+        torch.autograd.backward(args[0], kwargs.pop("gradient"), **kwargs)  # comes back here
+        return
+    (tensors,), gradients = args, kwargs["grad_tensors"]
+    if gradients is None:
+        gradients = (None,) * len(tensors)
+    create, inputs = kwargs["create_graph"], kwargs["inputs"]
+    _engine_run_backward(
+        tensors,
+        torch.autograd._make_grads(
+            tensors,
+            (gradients,) if isinstance(gradients, Tensor) else tuple(gradients),
+            is_grads_batched=False,
+        ),
+        create if kwargs["retain_graph"] is None else kwargs["retain_graph"],
+        create,
+        inputs or (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def without_overrides(function: Any) -> Any:
+    """Return a function of torch that does what it does when nobody overrides it.
+
+    Otherwise it would ask the modes that are entered, and they must leave before they call it.
+    """
+    asked = {name: _never for name in _ASKS}
+    twin = FunctionType(
+        function.__code__,
+        {**function.__globals__, **asked},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
+
+
+_ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def _never(*args: Any) -> bool:
+    return False
+
+
+def is_composite(operation: OpOverload) -> bool:
+    """Return whether an operation is made of others, and so can be taken apart."""
+    name = operation.name()
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"))
+
+
+def taken_apart(operation: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a composite operation as its parts; ``decompose`` prefers rewrites in Python."""
+    return operation._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import stageline as sl
 from stageline.running.transports.base import ThreadTransport
@@ -69,9 +70,9 @@ def resnet() -> nn.Sequential:
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
-def transformer() -> nn.Sequential:
+def transformer(dropout: float = 0.0) -> nn.Sequential:
     layers = [
-        nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True) for _ in range(4)
+        nn.TransformerEncoderLayer(16, 4, 32, dropout=dropout, batch_first=True) for _ in range(4)
     ]
     return nn.Sequential(*layers, MeanOverTokens(), nn.Linear(16, NUM_CLASSES))
 
@@ -86,6 +87,35 @@ def embedding() -> nn.Sequential:
     )
 
 
+class Drawing(nn.Module):
+    """Draws in forward, and once more in a checkpoint when backward computes it again."""
+
+    def __init__(self, width: int, reentrant: bool) -> None:
+        super().__init__()
+        # Not RReLU at the end: torch 2.13 itself gives garbage for it in such a checkpoint.
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.RReLU(), nn.Dropout(0.2))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * torch.rand(x.shape[0], 1).to(x.dtype) + 0.1 * torch.randn_like(x)
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=self.reentrant)
+        return out
+
+
+def random_mlp() -> nn.Sequential:
+    """Everything that draws, and one dropout that is called twice."""
+    dropout = nn.Dropout(0.3)
+    return nn.Sequential(
+        nn.Linear(12, 24),
+        dropout,
+        nn.Sequential(nn.Linear(24, 24), nn.AlphaDropout(0.1), nn.ReLU()),
+        Drawing(24, reentrant=True),
+        dropout,
+        Drawing(24, reentrant=False),
+        nn.Linear(24, NUM_CLASSES),
+    )
+
+
 def _images(rows: int) -> Tensor:
     return torch.randn(rows, 3, 8, 8).to(memory_format=torch.channels_last)
 
@@ -94,6 +124,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], Callable[[int], Tensor]]] =
     "mlp": (mlp, lambda rows: torch.randn(rows, 12)),
     "resnet": (resnet, _images),
     "transformer": (transformer, lambda rows: torch.randn(rows, 6, 16)),
+    "random mlp": (random_mlp, lambda rows: torch.randn(rows, 12)),
+    "transformer, dropout": (lambda: transformer(0.1), lambda rows: torch.randn(rows, 6, 16)),
     "embedding": (embedding, lambda rows: torch.randint(30, (rows, 7))),
 }
 
@@ -141,8 +173,9 @@ def run_plain(case: Case, steps: int = 2) -> tuple[nn.Sequential, list[PlainResu
                 num_microbatches=case.num_microbatches,
                 loss_fn=F.cross_entropy,
                 num_threads=1,
+                step=step,
             )
-            for _ in range(steps)
+            for step in range(steps)
         ]
     return model, results
 

@@ -141,6 +141,51 @@ class Unused(Stack):
         return self.result(x * self.gain)
 
 
+class Draws(Stack):
+    """Random numbers in opened code, in layers, and in one layer that is called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.2)
+        self.block = nn.Sequential(Layer(), nn.Dropout(0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.stem(x), 0.1, self.training)
+        for layer in self.layers:
+            x = self.drop(layer(x)) + 0.1 * torch.randn_like(x)
+        for _ in range(3):
+            x = F.dropout(self.block(x) + x, 0.1, self.training)
+        noise = torch.distributions.Normal(x.detach(), torch.ones_like(x))
+        return self.result(x + 0.1 * noise.sample())
+
+
+class Inner(nn.Module):
+    """Opened if a cut lies in it, else one call: what it draws must not depend on that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(Layer(), nn.Dropout(0.2))
+        self.second = nn.Sequential(Layer(), nn.Dropout(0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * torch.rand(x.shape[0], 1)
+        x = self.second.forward(F.dropout(x, 0.1, self.training))  # not a call of the module
+        return F.dropout(x, 0.1, self.training)
+
+
+class DrawsInside(Stack):
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.inner = Inner()
+        self.unregistered = [nn.Sequential(nn.Tanh(), nn.Dropout(0.2))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](F.dropout(self.stem(x), 0.1, self.training))
+        x = self.inner(x) + self.inner(x + 1)
+        x = self.unregistered[0](self.layers[1](x))
+        return self.result(x + 0.1 * torch.randn_like(x))
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, and how it is cut.
@@ -179,6 +224,10 @@ CASES = {
     "tied": Case(Tied, tied=True),
     "regions": Case(Regions, ["layers.1", "layers.3"]),
     "unused parameters": Case(Unused, tied=True),
+    "draws": Case(Draws, tied=True),
+    "draws, a stage per call": Case(Draws, {"block": "end"}, tied=True),
+    "draws inside": Case(DrawsInside, ["inner", "head"]),
+    "draws inside, opened": Case(DrawsInside, {"inner.first": "end"}, tied=True),
 }
 
 

@@ -28,7 +28,13 @@ def plain(case: Case, steps: int = 1, rows: int = 7) -> tuple[nn.Module, Tensor,
     for step in range(steps):
         inputs, target = case.batch(rows, seed=step + 1)
         result = plain_step(
-            model, kwargs=inputs, target=target, num_microbatches=3, loss_fn=loss_of, num_threads=1
+            model,
+            kwargs=inputs,
+            target=target,
+            num_microbatches=3,
+            loss_fn=loss_of,
+            num_threads=1,
+            step=step,
         )
     return model, result.loss, result.outputs
 
@@ -96,7 +102,8 @@ def test_a_second_step_accumulates_and_one_row_is_enough(name: str, one_thread: 
     pipe.close()
 
 
-@pytest.mark.parametrize("name", CASES)
+# A call that is differentiated draws other numbers than a step, so there is no plain step like it.
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("draws")])
 def test_inference_and_a_call_that_is_differentiated(name: str, one_thread: None) -> None:
     case = CASES[name]
     pipe = pipeline(case, num_microbatches=1)

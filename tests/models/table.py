@@ -34,8 +34,8 @@ GROUPS: tuple[tuple[str, str, Sequence[Subject], Sequence[int]], ...] = (
     ("Further models", "Each cut into 3 stages.", FURTHER, (3,)),
     ("Models written in the tests", "Each cut into 2, 3 and 4 stages.", LOCAL, SPLITS),
 )
-ORDER = ("no plain", "exact", "close", "random", "refused", "crash", "WRONG")
-CELLS = {"exact": "=", "close": "~", "no plain": "", "random": "r", "WRONG": "**WRONG**"}
+ORDER = ("no plain", "exact", "close", "refused", "crash", "WRONG")
+CELLS = {"exact": "=", "close": "~", "no plain": "", "WRONG": "**WRONG**"}
 PIPELINED = "pipelined"
 Row = dict[str, Outcome]
 
@@ -50,14 +50,13 @@ model. `python -m tests.models.table` writes this page.
 |---|---|
 | = | equal to the last bit, in train mode with dropout too |
 | ~ | the same, but gradients of parameters that several stages share differ by up to 1e-6 [^] |
-| r | draws random numbers in train mode that no setting turns off; ranks draw them out of order |
 | 1, 2, .. | an error says why not; the numbered list below the table gives it |
 | empty | the model takes no such input |
 
 | column | captured on | run with |
 |---|---|---|
 {columns}
-| pipelined | 4 rows | 5 rows in 2 microbatches, two accumulating steps, no dropout |
+| pipelined | 4 rows | 5 rows in 2 microbatches, two accumulating steps, train mode with dropout |
 
 [^] Relative to the largest value of the gradient: its parts are added up in another order.
 

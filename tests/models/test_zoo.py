@@ -5,6 +5,9 @@ The whole product, and more models, are in test_zoo_full.py.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 
 from stageline.testing import RankPool
@@ -16,6 +19,22 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SPLITS = (2, 3, 4)
 KINDS_PER_MODEL = 1
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """A model of the zoo whose layers are computed again in backward."""
+
+    entry: Entry
+    reentrant: bool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.entry, name)
+
+    def build(self, *, dropout: bool = True) -> Any:
+        model: Any = self.entry.build(dropout=dropout)
+        model.gradient_checkpointing_enable({"use_reentrant": self.reentrant})
+        return model
 
 
 def sample() -> list[tuple[Entry, Kind, int]]:
@@ -46,6 +65,13 @@ def test_a_plan_gives_what_the_plain_model_gives(entry: Entry, kind: Kind, split
 def test_a_pipeline_gives_what_the_plain_model_gives(entry: Entry, split: int) -> None:
     outcome = check_pipeline(entry, split)
     assert outcome.is_right, outcome
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_under_gradient_checkpointing_draw_the_same_masks_again(reentrant: bool) -> None:
+    """Layers of transformers override __call__ for it, so a checkpoint begins in opened code."""
+    (bert,) = (entry for entry in TWENTY if entry.name == "BERT")
+    assert check_pipeline(Checkpointed(bert, reentrant), 3).verdict == "exact"
 
 
 def test_the_sample_covers_all_kinds_and_splits() -> None:

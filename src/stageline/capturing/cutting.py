@@ -12,7 +12,7 @@ consumers of a value, last to first, as the plain model adds them up.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
@@ -22,6 +22,7 @@ from stageline.capturing.dependence import Dependence, is_flag, module_of_flag
 from stageline.capturing.guards import is_guard
 from stageline.capturing.recording import Recording
 from stageline.capturing.regions import EVERYWHERE, begin_region, end_region
+from stageline.capturing.streams.frames import Route, route_of
 from stageline.errors import CaptureError
 from stageline.wording import a
 
@@ -41,6 +42,7 @@ class StageCode:
         opened: The opened modules whose training flag it reads.
         has_regions: Whether it enters no_grad or autocast regions.
         changes: The values of earlier stages that it changes in place.
+        route: Where in the model its calls of modules and its draws lie.
     """
 
     graph: FxGraph
@@ -52,6 +54,7 @@ class StageCode:
     opened: tuple[str, ...]
     has_regions: bool
     changes: tuple[Node, ...]
+    route: Route = field(default_factory=Route)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +173,7 @@ class Cutter:
             opened=opened,
             has_regions=has_regions,
             changes=_changed(needs.nodes, enters),
+            route=route_of([event for node in needs.nodes for event in node.meta.get("route", ())]),
         )
 
     def _check_buffers(self, needs: Sequence[_Needs]) -> None:

@@ -188,6 +188,7 @@ class _Router:
                 self._running.pop()
 
         vars(call)["is_whole"] = _is_whole(module, step)
+        vars(call)["is_direct"] = step[0] == "forward"  # layer.forward(x), without the call
         return route
 
 
@@ -234,5 +235,8 @@ def _routed(original: Any, name: str) -> Any:
 
 
 _uncompiled = _Uncompiled()
+compiler_off = _uncompiled.held
+"""A context in which what is compiled runs as it was written, in all threads."""
+
 _patches = _Patches()  # classes belong to the whole process, and so does what was done to them
 _thread = _Thread()

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stageline.capturing.naming import named_everywhere
+from stageline.capturing.streams.tracking import numbers_of
 from stageline.torch_private import storage_of
 
 
@@ -16,6 +17,7 @@ class ModelNames:
         model: The user's model.
         modules: Every registered module by name, aliases included.
         extra: Modules that are called but not registered (held in a plain list), by a made-up name.
+        numbers: What random streams call the modules, by identity.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -28,6 +30,7 @@ class ModelNames:
         """Look again: tensors may have been replaced, by ``.to(...)`` or by real ones for meta."""
         model = self.model
         self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.numbers = numbers_of(model)
         self._paths = {id(module): path for path, module in self.extra.items()}
         for path, module in self.modules.items():
             self._paths.setdefault(id(module), path)

@@ -30,6 +30,8 @@ from stageline.capturing.meter import Meter
 from stageline.capturing.names import ModelNames
 from stageline.capturing.places import where
 from stageline.capturing.regions import Regions
+from stageline.capturing.streams.frames import RouteLog, here
+from stageline.capturing.streams.functions import DRAWING
 from stageline.capturing.symbols import Size, is_symbol, plain, symbol
 from stageline.capturing.values import access_paths, flatten, unflatten
 from stageline.errors import CaptureError
@@ -49,6 +51,7 @@ class Recorder(TorchFunctionMode):
         hidden_marks: Unopened modules in which a mark was reached.
         bindings: Which tensor is which node.
         regions: Which no_grad and autocast regions are entered.
+        route: Where in the model opened code calls modules and draws random numbers.
     """
 
     def __init__(self, names: ModelNames, opened: frozenset[str]) -> None:
@@ -66,6 +69,7 @@ class Recorder(TorchFunctionMode):
         self.random_state: Callable[[], Any] = lambda: None
         self.meter: Meter | None = None
         self.regions = Regions()
+        self.route = RouteLog(opened)
         self.bindings = Bindings(self)
         self._thread = threading.get_ident()
         self.inside: list[str] = []  # what runs unrecorded: an unopened module, a torch function
@@ -99,6 +103,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self.inside:
+            _note_draw(func)
             return self.bindings.watched(func, args, kwargs)
         answer = calls.SPECIAL.get(func)
         if answer is not None:
@@ -116,6 +121,7 @@ class Recorder(TorchFunctionMode):
         before = self.bindings.versions((args, kwargs))
         fx_args, fx_kwargs = self.to_nodes(args), self.to_nodes(kwargs)
         real_args, real_kwargs = self.bindings.real((args, kwargs))
+        _note_draw(func)
         with self.unrecorded(name), self._noting_failure():
             result = func(*real_args, **real_kwargs)
         node = self.emit(*calls.spelled(func, fx_args), fx_kwargs)
@@ -153,6 +159,7 @@ class Recorder(TorchFunctionMode):
         node.meta["where"] = where()
         node.meta["regions"] = self.regions.current()
         node.meta["reading"] = None if self.meter is None else self.meter.take()
+        node.meta["route"] = self.route.take()
         self.bindings.nodes.append(node)
         self.bindings.note_order(node)
         return node
@@ -325,6 +332,8 @@ class Recorder(TorchFunctionMode):
         self.bindings.leaf_paths.append(path)
         with self.unrecorded(path):
             result = call(*real_args, **real_kwargs)
+        if getattr(call, "is_direct", False):
+            self._note_direct(module)
         if self.random_state() != self._last_random:
             self.random_modules.append(path)
         self.check_random(is_new=True)
@@ -339,6 +348,12 @@ class Recorder(TorchFunctionMode):
             self.bindings.note_mutations(node, before)
             self.emit("call_function", check_structure, (node, structure(result), where()), {})
             return self._bound_result(node, result, before)
+
+    def _note_direct(self, module: nn.Module) -> None:
+        """Note a call of ``layer.forward``: a stage calls the layer, and adds no frame for it."""
+        number = self.names.numbers.get(id(module))
+        if number is not None:
+            self.route.note((number, None))
 
     # -- what opened code must not do, or does without a trace
 
@@ -363,3 +378,9 @@ class Recorder(TorchFunctionMode):
                 "random or numpy, which a recording would repeat: use torch.rand"
             )
         self._last_random = state
+
+
+def _note_draw(func: Any) -> None:
+    """Count a draw as random streams do, and note it if opened code draws."""
+    if func in DRAWING and here.track is not None:
+        here.track.frame.draw()

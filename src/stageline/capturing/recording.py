@@ -25,6 +25,7 @@ from stageline.capturing.patches import patched
 from stageline.capturing.places import line_of
 from stageline.capturing.recorder import Recorder
 from stageline.capturing.snapshot import preserved
+from stageline.capturing.streams.tracking import calls_followed, tracked
 from stageline.capturing.symbols import symbol
 from stageline.capturing.values import flatten
 from stageline.capturing.watching import SharedObjects, Watch
@@ -161,6 +162,8 @@ def _run(
         stack.enter_context(patched(recorder))
         stack.enter_context(listening(_Ear(recorder)))
         stack.enter_context(intercepted(model, recorder.call_module))
+        stack.enter_context(calls_followed())
+        stack.enter_context(tracked(recorder.names.numbers, recorder.route.caller()))
         if metered:
             recorder.meter = stack.enter_context(Meter())
         stack.enter_context(recorder)

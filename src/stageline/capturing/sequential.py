@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import pairwise
 from typing import Any
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from stageline.capturing.graph import Call, Crossing, Cuttable, Load, Mark, Tie
 from stageline.capturing.layers import LayerList, chain_of
 from stageline.capturing.marks import CutPoint, begun_block, is_own_hook
+from stageline.capturing.streams.frames import Frame, Route, route_of
+from stageline.capturing.streams.keys import ROOT
+from stageline.capturing.streams.tracking import numbers_of
 
 _HOOKS = (
     "_forward_hooks",
@@ -30,10 +33,12 @@ class Block:
     Attributes:
         name: Its name in the model, ``encoder.3``.
         module: The user's own module.
+        path: Where its call lies, as random streams count calls.
     """
 
     name: str
     module: nn.Module
+    path: int = field(default=0, compare=False)
 
     @property
     def num_parameters(self) -> int:
@@ -76,7 +81,8 @@ class Chain(Cuttable):
         self.calls: list[Call] = []
         self.marks: list[Mark] = []
         self._num_calls = Counter[str]()
-        self._walk("", model)
+        self.numbers = numbers_of(model)
+        self._walk("", model, Frame.at(ROOT))
         self.num_nodes = len(self.blocks)
         self._mark_begun_blocks()
         positions = {end for mark in self.marks for end in (mark.begin, mark.end)}
@@ -142,7 +148,12 @@ class Chain(Cuttable):
         """Return the blocks ``first`` to ``stop - 1`` as one module, under their own names."""
         return chain_of([(block.name, block.module) for block in self.blocks[first:stop]])
 
-    def _walk(self, path: str, module: nn.Module) -> None:
+    def route(self, first: int, stop: int, path: int) -> Route:
+        """Return where the calls of the blocks ``first`` to ``stop - 1`` lie in the model."""
+        blocks = self.blocks[first:stop]
+        return route_of([(self.numbers[id(b.module)], b.path) for b in blocks], path)
+
+    def _walk(self, path: str, module: nn.Module, caller: Frame) -> None:
         """Add a module: as a block, as a mark, or, if it is opened, by what it holds."""
         begin, place = len(self.blocks), len(self.calls)
         occurrence = self._num_calls[path]
@@ -150,12 +161,14 @@ class Chain(Cuttable):
         if isinstance(module, CutPoint):
             self._mark_point(path, module)
             return
+        frame = caller.child(self.numbers[id(module)])
+        assert frame is not None
         is_opened = not path or (is_plain_sequential(module) and self._is_wanted(path, module))
         if is_opened:
             for name, child in _children(path, module):
-                self._walk(name, child)
+                self._walk(name, child, frame)
         else:
-            self.blocks.append(Block(path, module))
+            self.blocks.append(Block(path, module, frame.path))
         end = len(self.blocks)
         call = Call(path, occurrence, type(module).__name__, begin, end, is_opened)
         self.calls.insert(place, call)

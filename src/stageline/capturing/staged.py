@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from torch.fx import Graph as FxGraph
 
 from stageline.capturing.cutting import Cutter, StageCode, named_in
+from stageline.capturing.dependence import attribute_of
 from stageline.capturing.inputs import Arguments, ambient_key
 from stageline.capturing.recording import Recording
-from stageline.capturing.regions import end_region
 from stageline.capturing.stage import TABLES, Parts, StageModule, build
-from stageline.capturing.values import unflatten
+from stageline.capturing.streams.frames import Planned, here
+from stageline.capturing.streams.tracking import numbers_of_copy
 from stageline.capturing.watching import Watch
+from stageline.capturing.wiring import Wiring
 from stageline.errors import CaptureError, GuardError
 
 MOST_VARIANTS = 64
@@ -147,18 +149,37 @@ class VariantStage(Parts):
         self.index = index
         self.num_stages = num_stages
         self._first: str | None = None
-        wirings: dict[str, _Wiring] = {}
+        self.numbers: dict[int, int] = {}
+        wirings: dict[str, Wiring] = {}
         # Behind a function: whoever walks the objects of a stage need not walk its graphs.
-        self._wirings: Callable[[], dict[str, _Wiring]] = lambda: wirings
+        self._wirings: Callable[[], dict[str, Wiring]] = lambda: wirings
 
     def add(self, variant: Variant) -> None:
         """Take in another recording of this stage."""
         code = variant.codes[self.index]
         self._first = self._first or variant.name
         module = build(variant.recording, self, code, self.index)
+        self._number(variant.recording, code)
         is_plain = self._first == variant.name
         is_last = self.index == self.num_stages - 1
-        self._wirings()[variant.name] = _Wiring(variant, self.index, module, is_plain, is_last)
+        self._wirings()[variant.name] = Wiring(variant, self.index, module, is_plain, is_last)
+
+    def _number(self, recording: Recording, code: StageCode) -> None:
+        """Take in what random streams call the modules of some code, which may be copies."""
+        for name in code.attributes:
+            given = attribute_of(recording, name)
+            if isinstance(given, nn.Module):
+                made = self.get_submodule(name)
+                self.numbers.update(numbers_of_copy(recording.names.numbers, given, made))
+
+    @property
+    def num_variants(self) -> int:
+        return len(self._wirings())
+
+    @property
+    def draws(self) -> bool:
+        """Whether some recording of this stage draws random numbers outside of modules."""
+        return any(wiring.code.route.draws for wiring in self._wirings().values())
 
     def module_of(self, variant: str | None = None) -> StageModule:
         """Return the code of one recording, the first if none is named."""
@@ -190,6 +211,7 @@ class VariantStage(Parts):
         twin._first = self._first
         for name, wiring in self._wirings().items():
             twin._wirings()[name] = wiring.on(twin)
+            twin._number(wiring.recording, wiring.code)
         return twin
 
     def forward(self, value: Any, leaves: Sequence[Any], variant: str | None = None) -> Any:
@@ -206,69 +228,9 @@ class VariantStage(Parts):
                 f"stage {self.index} was sent values of a recording that it does not have: this "
                 "rank was not given the batch, so it could not record it; pass it on every rank"
             )
+        if here.track is not None and here.track.base is not None:
+            here.track.frame = Planned(wiring.code.route)
         return wiring.run(values, leaves)
-
-
-class _Wiring:
-    """How the values of one recording go in and out of one stage."""
-
-    def __init__(
-        self, variant: Variant, index: int, module: StageModule, is_plain: bool, is_last: bool
-    ) -> None:
-        self.code = variant.codes[index]
-        self.module = module
-        self._setup = (variant, index, is_plain, is_last)
-        self._name = variant.name
-        self._is_plain = is_plain
-        self._is_last = is_last
-        self._spec = variant.recording.output_spec
-        before = variant.codes[index - 1].carries if index else ()
-        places = {node: index for index, node in enumerate(before)}
-        inputs = {node: index for index, node in variant.recording.inputs.items()}
-        names = variant.recording.input_names
-        self.input_names = [names[i] for i in self.code.inputs]
-        # Of stage 0 the arguments are what others get from the stage before.
-        self._uses = [
-            (True, places[value]) if value in places else (False, inputs[value])
-            for value in self.code.uses
-        ]
-        self._changes = [places[value] for value in self.code.changes if value in places]
-        made = {value: index for index, value in enumerate(self.code.makes)}
-        self._carries: list[tuple[int, int]] = []
-        for value in self.code.carries:
-            if value in made:
-                self._carries.append((0, made[value]))
-            elif value in places:
-                self._carries.append((1, places[value]))
-            else:
-                self._carries.append((2, inputs[value]))
-
-    def on(self, parts: Parts) -> _Wiring:
-        """Return the same for a copy of the stage."""
-        variant, index, is_plain, is_last = self._setup
-        return _Wiring(variant, index, self.module.on(parts), is_plain, is_last)
-
-    def run(self, values: Sequence[Any], leaves: Sequence[Any]) -> Any:
-        if self._changes:
-            # Changed in place here: the stage before may have kept it for its backward.
-            values = [v.clone() if i in self._changes else v for i, v in enumerate(values)]
-        used = [values[i] if sent else leaves[i] for sent, i in self._uses]
-        used += [leaves[i] for i in self.code.inputs]
-        if self.code.has_regions:
-            try:
-                result = self.module(*used)
-            finally:
-                end_region()
-        else:
-            result = self.module(*used)
-        if self._is_last:
-            return unflatten(list(result), self._spec)
-        results = (result,) if len(self.code.makes) == 1 else result
-        sources = (results, values, leaves)
-        carried = [sources[source][i] for source, i in self._carries]
-        if self._is_plain and len(carried) == 1 and isinstance(carried[0], Tensor):
-            return carried[0]
-        return (self._name, *carried)
 
 
 class StagedModel:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
 
 from stageline.capturing.recorded import Graph, capture
+from stageline.capturing.sequential import Chain
 from stageline.capturing.staged import StagedModel, VariantStage
 from stageline.errors import ConfigError
 from stageline.partitioning import splits
 from stageline.partitioning.amounts import read_bytes
 from stageline.partitioning.partition import decided, option_faults
 from stageline.partitioning.plan import Plan
-from stageline.partitioning.sources import StageSource, cut_model, is_chain
+from stageline.partitioning.sources import StageSource, chain_source, cut_model, is_chain
 from stageline.partitioning.weighing import Balance
 
 
@@ -122,7 +124,16 @@ def cut_planned(plan: Plan) -> CutModel:
     """Return the stages of a plan."""
     staged, graph = plan.parts, plan.graph
     if not isinstance(graph, Graph):  # a chain of blocks: its stages are plain modules
-        return CutModel([StageSource(stage.module, stage.calls) for stage in plan.stages])
+        assert isinstance(graph, Chain)
+        ends = pairwise([0, *plan.cuts, graph.num_nodes])
+        return CutModel(
+            [
+                chain_source(graph, index, module, begin, end)
+                for index, (module, (begin, end)) in enumerate(
+                    zip(staged.stages, ends, strict=True)
+                )
+            ]
+        )
     assert isinstance(staged, StagedModel)
     aliases = _complete(graph.model, staged)
     sources = [

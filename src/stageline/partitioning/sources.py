@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -15,6 +15,9 @@ from stageline.capturing.layers import FunctionModule, function_faults
 from stageline.capturing.marks import CutPoint
 from stageline.capturing.naming import named_everywhere
 from stageline.capturing.sequential import Chain, has_hooks, is_plain_sequential, own_tensors
+from stageline.capturing.streams.frames import Event, Frame, Route, route_of
+from stageline.capturing.streams.keys import MODEL, ROOT, inside, number_of
+from stageline.capturing.streams.tracking import numbers_of
 from stageline.partitioning import splits
 from stageline.partitioning.weighing import Balance
 
@@ -30,12 +33,16 @@ class StageSource:
         calls: The modules that it calls, for people.
         prefix: What the names of its parameters begin with.
         fingerprint: A digest of the recording it was cut from, if there is one.
+        numbers: What random streams call its modules, by identity.
+        route: Where in the whole model its calls lie, for random streams.
     """
 
     module: nn.Module | None
     calls: tuple[str, ...]
     prefix: str = ""
     fingerprint: str = ""
+    numbers: Mapping[int, int] = field(default_factory=dict)
+    route: Route | None = None
 
 
 def is_chain(model: object) -> bool:
@@ -69,10 +76,22 @@ def cut_model(
     if faults:
         return [], faults
     ends = [0, *cuts, chain.num_nodes]
+    modules = chain.cut(cuts).stages
     return [
-        StageSource(module, chain.label(begin, end))
-        for module, (begin, end) in zip(chain.cut(cuts).stages, pairwise(ends), strict=True)
+        chain_source(chain, index, module, begin, end)
+        for index, (module, (begin, end)) in enumerate(zip(modules, pairwise(ends), strict=True))
     ], []
+
+
+def chain_source(chain: Chain, index: int, module: nn.Module, begin: int, end: int) -> StageSource:
+    """Return a stage of a chain: some of its blocks."""
+    route = chain.route(begin, end, path_of_stage(index))
+    return StageSource(module, chain.label(begin, end), numbers=chain.numbers, route=route)
+
+
+def path_of_stage(index: int) -> int:
+    """Return where that lies which belongs to a stage, and to no module of the model."""
+    return inside(ROOT, number_of("stage"), index)
 
 
 def _hidden_marks(model: nn.Module, chain: Chain, split: object) -> list[str]:
@@ -139,7 +158,26 @@ def read_stages(
         faults += wrong
         if not wrong:
             sources.append(_source(index, stage))
-    return sources, faults
+    return _with_routes(sources), faults
+
+
+def _with_routes(sources: list[StageSource]) -> list[StageSource]:
+    """Name the modules of the stages as those of ``nn.Sequential(*stages)``."""
+    whole = nn.Module()
+    whole._modules.update({s.prefix[:-1]: s.module for s in sources if s.module is not None})
+    numbers = numbers_of(whole)
+    caller = Frame.at(MODEL)
+    routed = []
+    for index, source in enumerate(sources):
+        events: list[Event] = []
+        if source.module is not None:
+            number = numbers[id(source.module)]
+            frame = caller.child(number)
+            assert frame is not None
+            events.append((number, frame.path))
+        route = route_of(events, path_of_stage(index))
+        routed.append(replace(source, numbers=numbers, route=route))
+    return routed
 
 
 def _stage_faults(index: int, stage: object) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from stageline.capturing.staged import StagedModel, VariantStage
+from stageline.capturing.streams.tracking import numbers_of_copy
 from stageline.errors import ConfigError
 from stageline.partitioning import Plan, StagePlan
 from stageline.partitioning.recorded import CutModel
@@ -28,6 +29,8 @@ from stageline.running.recordings import Recordings
 from stageline.running.runner import Runner, ThreadRunner
 from stageline.running.settings import Settings, WrapStage
 from stageline.running.stages import HeldStage, HeldStages, added_prefix
+from stageline.running.streams.calls import StageStreams, Streams
+from stageline.running.streams.candidates import Candidates, function_may_draw
 from stageline.running.ties import Ties
 from stageline.running.timetable import Timetable
 from stageline.running.transports.base import ThreadTransport
@@ -226,6 +229,31 @@ def programs(held: HeldStages, parts: Parts, unpack_tuples: bool) -> dict[int, S
     }
 
 
+def streams(sources: Sequence[StageSource], held: HeldStages, settings: Settings) -> Streams:
+    """Return where the random numbers of the stages come from."""
+    stages = {}
+    for stage in held.stages:
+        source = sources[stage.index]
+        numbers: Mapping[int, int] = {}
+        if not isinstance(stage.original, VariantStage):
+            numbers = numbers_of_copy(source.numbers, stage.given, stage.original)
+        stages[stage.index] = StageStreams.of(stage.module, stage.original, numbers, source.route)
+    may_draw = (
+        settings.wrap_stage is not None
+        or function_may_draw(settings.loss_fn)
+        or any(_may_ever_draw(source.module) for source in sources)
+    )
+    return Streams(stages, settings.loss_fn, may_draw=may_draw)
+
+
+def _may_ever_draw(module: nn.Module | None) -> bool:
+    """Whether a stage may draw in some state; every process must come to the same answer."""
+    if module is None or isinstance(module, VariantStage):
+        return True
+    found = Candidates.among(module.modules())
+    return found.unknown or bool(found.sometimes)
+
+
 def facts(
     sources: Sequence[StageSource], shared: Sequence[Shared], settings: Settings, parts: Parts
 ) -> dict[str, dict[str, Any]]:
@@ -315,4 +343,6 @@ def runner_for(
         transport=wanted if on_cpu else "process-group",
         placement=parts.placement,
     )
-    return ProcessRunner(builders.member, carrier, schedule=schedule, on_cpu=on_cpu)
+    return ProcessRunner(
+        builders.member, carrier, schedule=schedule, on_cpu=on_cpu, seed=builders.seed
+    )

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import torch
+
 from stageline import log
 from stageline.capturing.graph import Cuttable
 from stageline.errors import ConfigError
@@ -30,12 +32,16 @@ _SHARED = "shared memory"
 class Builders:
     """The ranks that build one pipeline; alone in a process of its own, there is nothing to agree.
 
+    Attributes:
+        seed: What torch has made up on rank 0, known once all have agreed.
+
     Args:
         member: This rank's side of the control plane; None if all ranks live in this process.
     """
 
     def __init__(self, member: Member | None) -> None:
         self.member = member
+        self.seed = torch.initial_seed()
         self._has_told = False
 
     @contextmanager
@@ -98,17 +104,23 @@ class Builders:
         digests = {what: digest(fact) for what, fact in facts.items()}
         member.begin({SEED: told_seed(), DIGESTS: digests})
         if not self._may_share(transport):
-            member.finish()
+            self._finish("")
             return self._process_group()
         shared = SharedMemoryTransport(member)
-        problem = _prepare(shared, placement, member.rank)
-        problems = [told for told in member.finish(problem).values() if told]
+        problems = self._finish(_prepare(shared, placement, member.rank))
         if not problems:
             return shared
         shared.close()
         if member.rank == 0:
             log.warning(0, f"shared memory is too small ({problems[0]}): using gloo instead")
         return self._process_group()
+
+    def _finish(self, problem: str) -> list[str]:
+        """Wait for all ranks; take rank 0's seed, and return the problems that any of them has."""
+        assert self.member is not None
+        told = self.member.finish({"problem": problem, "seed": torch.initial_seed()})
+        self.seed = told[0]["seed"]
+        return [each["problem"] for each in told.values() if each["problem"]]
 
     def _may_share(self, transport: str | None) -> bool:
         assert self.member is not None

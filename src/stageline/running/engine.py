@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from stageline.running.recordings import Chosen, Recordings
 from stageline.running.result import StepResult
 from stageline.running.runner import Runner
 from stageline.running.signature import facts_of
+from stageline.running.streams.calls import CallStreams, Streams, generator_untouched
 from stageline.running.ties import Ties
 from stageline.running.timetable import Purpose, Timetable, halves
 from stageline.running.transports.base import Arrived
@@ -48,6 +49,7 @@ class Engine:
         undo: Puts back what a failed step has changed.
         foreign: Which stages each parameter of the model belongs to.
         ties: What stages share.
+        streams: Where random numbers come from.
     """
 
     programs: Mapping[int, StageProgram]
@@ -60,6 +62,7 @@ class Engine:
     undo: Undo
     foreign: ForeignParameters
     ties: Ties
+    streams: Streams
     recordings: Recordings | None = None
     _busy: threading.Lock = field(default_factory=threading.Lock)
 
@@ -98,6 +101,7 @@ class Engine:
                 loss = self.runner.finish(None if last is None else _total(last.losses))
             if first is not None:
                 _accumulate(first)
+            self.streams.completed[purpose.name] += 1
             assert loss is not None
             return StepResult(loss=loss, outputs=outputs, num_microbatches=batch.count)
 
@@ -113,6 +117,7 @@ class Engine:
             self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
             outputs = self._outputs(states.get(self._last_rank), batch)
             self.runner.finish(None)
+            self.streams.completed[purpose.name] += 1
             return None if outputs is None else outputs()
 
     def differentiate(
@@ -126,6 +131,7 @@ class Engine:
             states = self._states(batch, purpose, None)
             rows = [halves(row) for row in self.timetable.rows(batch.count, purpose)]
             self._run([forward for forward, _ in rows], states, observer, purpose)
+            self.streams.completed[purpose.name] += 1
             outputs = states[self._last_rank].outputs
             packets = [outputs.pop(index) for index in range(batch.count)]
 
@@ -163,11 +169,14 @@ class Engine:
         purpose: Purpose,
     ) -> None:
         """Run rows, and give tied parameters their gradients."""
-        if not purpose.builds_graph:
-            with self.ties.buffers_watched():
-                self.runner.run(rows, states, observer)
-            return
-        with self.ties.summed(self.runner), self.ties.buffers_watched():
+        with ExitStack() as stack:
+            if purpose.builds_graph:
+                stack.enter_context(self.ties.summed(self.runner))
+            stack.enter_context(self.ties.buffers_watched())
+            stack.enter_context(generator_untouched())
+            streams = next(iter(states.values())).streams  # of the call: all ranks have the same
+            if streams is not None:
+                stack.enter_context(streams.installed())
             self.runner.run(rows, states, observer)
 
     def _cut(
@@ -177,19 +186,21 @@ class Engine:
         count = self.timetable.schedule.num_microbatches
         cut: list[Microbatches] = []
 
+        def told(batch: Microbatches | None) -> Facts:
+            step = self.streams.completed[purpose.name]
+            return facts_of(batch, call=self.runner.calls, step=step)
+
         def look() -> Facts:
             self._check_arguments(args, kwargs, target, purpose)
             if not self._is_first and not _has_data((args, kwargs, target)):
-                return facts_of(None, self.runner.calls)
+                return told(None)
             batch = Microbatches(
                 args, kwargs, target, num_microbatches=count, batch_dims=self.batch_dims
             )
             if purpose is Purpose.TRAIN:
                 _refuse_history(batch)
             cut.append(batch)
-            return (
-                facts_of(batch, self.runner.calls) if self.runner.compares else {ROWS: batch.rows}
-            )
+            return told(batch) if self.runner.compares else {ROWS: batch.rows}
 
         rows = self.runner.begin(purpose, look)
         if cut:
@@ -231,6 +242,7 @@ class Engine:
     def _states(
         self, batch: Microbatches, purpose: Purpose, loss_rule: LossRule | None
     ) -> dict[int, StepState]:
+        streams = self._streams(purpose)
         chosen: Sequence[Chosen] = ()
         if self.recordings is not None:
             chosen = self.recordings.choose(batch, builds_graph=purpose.builds_graph)
@@ -243,9 +255,17 @@ class Engine:
                 keeps_outputs=self.keeps_outputs,
                 foreign=self.foreign,
                 chosen=chosen,
+                streams=streams,
             )
             for rank in self.runner.ranks
         }
+
+    def _streams(self, purpose: Purpose) -> CallStreams | None:
+        """Return the streams of a call; seed and number are the same on every rank."""
+        if not self.streams.may_draw:
+            return None
+        number = self.streams.completed[purpose.name]
+        return self.streams.of_call(purpose.name, self.runner.seed, number)
 
     def _outputs(self, last: StepState | None, batch: Microbatches) -> _Merged | None:
         """Return the outputs of the batch where they are wanted; every rank merges for itself."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +28,13 @@ from stageline.running.loss import LossRule
 from stageline.running.microbatches import Microbatches
 from stageline.running.program import StageProgram
 from stageline.running.recordings import Chosen
+from stageline.running.streams.calls import CallStreams
 from stageline.running.transports.base import Aborted, Arrived, Edge, Endpoint, Receipt
 from stageline.scheduling import Action, Kind, Schedule
 from stageline.torch_private import run_backward, tree_flatten
 
 Key = tuple[int, int]  # stage, microbatch
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class StepState:
@@ -47,6 +51,7 @@ class StepState:
         losses: Loss of each microbatch, detached, and what it weighs.
         outputs: Output of each microbatch, detached, where the caller wants it.
         chosen: Of a recorded model, what each microbatch follows.
+        streams: Where random numbers come from; None if nothing here can draw.
         endpoint: This rank's side of the transport; the runner sets it when rows begin.
         autocast: The device types for which forward runs under autocast.
         waited: Seconds spent waiting for packets in the current action; None if nobody observes.
@@ -65,8 +70,10 @@ class StepState:
         keeps_outputs: bool,
         foreign: ForeignParameters,
         chosen: Sequence[Chosen] = (),
+        streams: CallStreams | None = None,
     ) -> None:
         self.chosen = chosen
+        self.streams = streams
         self.programs = programs
         self.microbatches = microbatches
         self.builds_graph = builds_graph
@@ -124,9 +131,10 @@ def _forward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -
     if program.is_first:
         inputs = _model_inputs(state, microbatch)
         if state.chosen:
-            output = _call_recorded(state, program, microbatch, None, inputs)
+            call = partial(_call_recorded, state, program, microbatch, None, inputs)
         else:
-            output = program.call_first(*inputs)
+            call = partial(program.call_first, *inputs)
+        output = _drawing(state, stage, microbatch, call)
     else:
         packet = _wait(state, state.arrivals.pop((stage, microbatch)))
         entered = enter(program.accept(packet))
@@ -134,9 +142,10 @@ def _forward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -
         if entered.slot is not None:
             state.slots[stage, microbatch] = entered.slot
         if state.chosen:
-            output = _call_recorded(state, program, microbatch, entered.value)
+            call = partial(_call_recorded, state, program, microbatch, entered.value)
         else:
-            output = program.call(entered.value)
+            call = partial(program.call, entered.value)
+        output = _drawing(state, stage, microbatch, call)
         entered.check()
     if program.is_last:
         _finish(state, program, microbatch, output)
@@ -149,6 +158,14 @@ def _forward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -
         state.arrivals[stage + 1, microbatch] = Arrived(packet)
     else:
         state.departures[stage, microbatch] = packet
+
+
+def _drawing(state: StepState, stage: int, microbatch: int, call: Callable[[], Any]) -> Any:
+    """Run a stage; what it draws comes from the streams of the microbatch."""
+    if state.streams is None:
+        return call()
+    with state.streams.forward(stage, microbatch):
+        return call()
 
 
 def _call_recorded(
@@ -171,7 +188,12 @@ def _finish(state: StepState, program: StageProgram, microbatch: int, output: An
         if state.builds_graph:
             state.roots[program.index, microbatch] = roots
         return
-    loss = rule.loss(output, program.localise(state.microbatches.target(microbatch)))
+    target = program.localise(state.microbatches.target(microbatch))
+    if state.streams is None:
+        loss = rule.loss(output, target)
+    else:
+        with state.streams.loss(microbatch):
+            loss = rule.loss(output, target)
     weight = rule.weight(state.microbatches, microbatch)
     detached = loss.detach()
     state.losses[microbatch] = (detached, weight)
@@ -201,11 +223,13 @@ def _backward(state: StepState, stage: int, microbatch: int, edge: Edge | None) 
     if slot is not None:
         slot.is_open = True
     if roots:
-        if state.autocast:
-            with autocast_suspended(state.autocast):
+        streams = _NOTHING if state.streams is None else state.streams.backward(stage, microbatch)
+        with streams:
+            if state.autocast:
+                with autocast_suspended(state.autocast):
+                    run_backward(roots, gradients)
+            else:
                 run_backward(roots, gradients)
-        else:
-            run_backward(roots, gradients)
     del roots, gradients
     if program.is_first:
         if slot is not None:

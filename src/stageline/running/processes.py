@@ -23,10 +23,12 @@ from stageline.running.cores import share_of_cores, use_threads
 from stageline.running.events import Observer
 from stageline.running.executor import BoundRow, StepState, run_row
 from stageline.running.runner import Runner, forward_window
-from stageline.running.signature import number_from_json, number_to_json
+from stageline.running.signature import number_from_json, number_to_json, told_seed
 from stageline.running.timetable import Purpose
 from stageline.running.transports.base import Aborted, Edge, Endpoint, ProcessTransport
 from stageline.scheduling import Schedule
+
+_GRACE = 2.0  # seconds in which the hub says which failure was the first
 
 
 class ProcessRunner(Runner):
@@ -39,12 +41,19 @@ class ProcessRunner(Runner):
         transport: What carries packets.
         schedule: The schedule of the pipeline.
         on_cpu: Whether ranks share the cores of their host.
+        seed: What torch has made up on rank 0, for as long as nobody calls ``torch.manual_seed``.
     """
 
     compares = True
 
     def __init__(
-        self, member: Member, transport: ProcessTransport, *, schedule: Schedule, on_cpu: bool
+        self,
+        member: Member,
+        transport: ProcessTransport,
+        *,
+        schedule: Schedule,
+        on_cpu: bool,
+        seed: int,
     ) -> None:
         self.rank = member.rank
         self.ranks = (member.rank,)
@@ -53,12 +62,18 @@ class ProcessRunner(Runner):
         self._transport = transport
         self._forward_window = forward_window(schedule)
         self._on_cpu = on_cpu
+        self._made_up_seed = seed
         self.where = f"processes, {transport.name}"
         self._endpoint: Endpoint | None = None
         self._purpose = Purpose.TRAIN
         self._is_begun = False
         member.on_failure = transport.abort
         self._closing = weakref.finalize(self, _close, member, transport)
+
+    @property
+    def seed(self) -> int:
+        told = told_seed()
+        return self._made_up_seed if told is None else told
 
     def begin(self, purpose: Purpose, look: Callable[[], Facts]) -> int:
         if not self._closing.alive:
@@ -125,28 +140,35 @@ class ProcessRunner(Runner):
             return error
         self._is_begun = False
         self._endpoint = None
-        member = self._member
-        failure = getattr(error, "failure", None)
-        if not isinstance(error, Aborted) and not isinstance(failure, Failure):
-            doing = f"in {self._purpose.value}"
-            told = Failure.of(error, rank=self.rank, epoch=member.epoch, doing=doing)
-            member.fail(told)
-            if isinstance(error, StagelineError):
-                error.failure = told
-        elif isinstance(error, Aborted):
-            assert member.failure is not None
-            made = member.failure.error()
-            if isinstance(made, StepError):
-                made.hint = error.hint
-            error = made
+        told = None if isinstance(error, Aborted) else self._tell(error)
+        failure = self._member.await_failure(_GRACE)
         self._transport.reset()
-        return error
+        if failure is None or failure == told or not _gives_way(error):
+            return error
+        # Of several failures all ranks raise the first: what failed here may be its consequence.
+        made = failure.error()
+        if isinstance(made, StepError):
+            made.hint = getattr(error, "hint", "")
+        return made
+
+    def _tell(self, error: BaseException) -> Failure:
+        doing = f"in {self._purpose.value}"
+        told = Failure.of(error, rank=self.rank, epoch=self._member.epoch, doing=doing)
+        self._member.fail(told)
+        if isinstance(error, StagelineError):
+            error.failure = told
+        return told
 
     def close(self) -> None:
         self._closing()
 
     def _edge(self, letter: str, source: int, target: int, number: int = 0) -> Edge:
         return Edge(source, target, letter, number, source, target)
+
+
+def _gives_way(error: BaseException) -> bool:
+    """Whether another rank's failure may be raised instead; never instead of an interrupt."""
+    return isinstance(error, (Exception, Aborted))
 
 
 class _Doing:

@@ -59,6 +59,11 @@ class Runner(ABC):
     compares: bool = False
     where: str = "threads of one process"
 
+    @property
+    @abstractmethod
+    def seed(self) -> int:
+        """What random streams are keyed with, the same on every rank."""
+
     @abstractmethod
     def begin(self, purpose: Purpose, look: Callable[[], Facts]) -> int:
         """Begin a call: return how many rows its batch has, as agreed by all ranks.
@@ -108,6 +113,10 @@ class ThreadRunner(Runner):
         self._forward_window = forward_window(schedule)
         self._on_cpu = on_cpu
         self._pool: WorkerPool | None = None
+
+    @property
+    def seed(self) -> int:
+        return torch.initial_seed()
 
     def begin(self, purpose: Purpose, look: Callable[[], Facts]) -> int:
         return int(look()[ROWS])

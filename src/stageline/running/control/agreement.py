@@ -15,7 +15,7 @@ Facts = Mapping[str, Any]
 """By name; a name that only one rank has is not compared: a rank may be given less than all."""
 
 PURPOSE, ROWS, LEAVES, CONTENTS = "purpose", "rows", "leaves", "contents"
-SEED, DIGESTS = "seed", "digests"
+SEED, STEP, DIGESTS = "seed", "step", "digests"
 
 
 def digest(fact: Any) -> str:
@@ -40,6 +40,11 @@ def disagreement(rank: int, mine: Facts, other: int, theirs: Facts) -> str | Non
             f"rank {rank} has another seed than rank {other}: torch.manual_seed was called with "
             f"{mine[SEED]} on rank {rank} and with {theirs[SEED]} on rank {other} (None: not at "
             "all). Call it with the same number on every rank"
+        )
+    if mine.get(STEP) != theirs.get(STEP):
+        return (
+            f"rank {rank} is at step {mine[STEP]}, rank {other} at step {theirs[STEP]}: set "
+            "pipe.step_number to the same number on every rank"
         )
     for name in (LEAVES, CONTENTS, ROWS):
         one, another = mine.get(name), theirs.get(name)

@@ -1,0 +1,78 @@
+"""How the values of one recording go in and out of one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from stageline.capturing.regions import end_region
+from stageline.capturing.stage import Parts, StageModule
+from stageline.capturing.values import unflatten
+
+if TYPE_CHECKING:
+    from stageline.capturing.staged import Variant
+
+
+class Wiring:
+    """How the values of one recording go in and out of one stage."""
+
+    def __init__(
+        self, variant: Variant, index: int, module: StageModule, is_plain: bool, is_last: bool
+    ) -> None:
+        self.code = variant.codes[index]
+        self.recording = variant.recording
+        self.module = module
+        self._setup = (variant, index, is_plain, is_last)
+        self._name = variant.name
+        self._is_plain = is_plain
+        self._is_last = is_last
+        self._spec = variant.recording.output_spec
+        before = variant.codes[index - 1].carries if index else ()
+        places = {node: index for index, node in enumerate(before)}
+        inputs = {node: index for index, node in variant.recording.inputs.items()}
+        names = variant.recording.input_names
+        self.input_names = [names[i] for i in self.code.inputs]
+        # Of stage 0 the arguments are what others get from the stage before.
+        self._uses = [
+            (True, places[value]) if value in places else (False, inputs[value])
+            for value in self.code.uses
+        ]
+        self._changes = [places[value] for value in self.code.changes if value in places]
+        made = {value: index for index, value in enumerate(self.code.makes)}
+        self._carries: list[tuple[int, int]] = []
+        for value in self.code.carries:
+            if value in made:
+                self._carries.append((0, made[value]))
+            elif value in places:
+                self._carries.append((1, places[value]))
+            else:
+                self._carries.append((2, inputs[value]))
+
+    def on(self, parts: Parts) -> Wiring:
+        """Return the same for a copy of the stage."""
+        variant, index, is_plain, is_last = self._setup
+        return Wiring(variant, index, self.module.on(parts), is_plain, is_last)
+
+    def run(self, values: Sequence[Any], leaves: Sequence[Any]) -> Any:
+        if self._changes:
+            # Changed in place here: the stage before may have kept it for its backward.
+            values = [v.clone() if i in self._changes else v for i, v in enumerate(values)]
+        used = [values[i] if sent else leaves[i] for sent, i in self._uses]
+        used += [leaves[i] for i in self.code.inputs]
+        if self.code.has_regions:
+            try:
+                result = self.module(*used)
+            finally:
+                end_region()
+        else:
+            result = self.module(*used)
+        if self._is_last:
+            return unflatten(list(result), self._spec)
+        results = (result,) if len(self.code.makes) == 1 else result
+        sources = (results, values, leaves)
+        carried = [sources[source][i] for source, i in self._carries]
+        if self._is_plain and len(carried) == 1 and isinstance(carried[0], Tensor):
+            return carried[0]
+        return (self._name, *carried)

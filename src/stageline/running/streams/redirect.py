@@ -1,0 +1,242 @@
+"""Every draw of a thread from the generator of its key, instead of the one that all threads share.
+
+    F.dropout               three operations, one of them with ``generator=``
+    functions in Python     run as they are: they come to one of the others
+    operations in C++       run under a dispatch mode that adds ``generator=`` to their parts
+    everything else         passes
+
+Which functions draw is listed (capturing/streams/functions.py). Should another one draw, the escape
+check after the step finds the default generator moved.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from stageline.capturing.streams.frames import Track, here
+from stageline.capturing.streams.functions import DRAWING, DROPOUTS
+from stageline.capturing.streams.keys import key_of
+from stageline.running.streams.silent import is_silent
+from stageline.torch_private import (
+    NESTED_BACKWARDS,
+    OpOverload,
+    TorchDispatchMode,
+    backward_of,
+    default_generator,
+    is_composite,
+    taken_apart,
+    without_overrides,
+)
+
+_CPU = torch.device("cpu")
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class _Generators(threading.local):
+    """The generators of this thread, one for each device; every draw seeds its own anew."""
+
+    def __init__(self) -> None:
+        self.by_device: dict[torch.device, torch.Generator] = {}
+
+
+_generators = _Generators()
+
+
+def _seeded(device: torch.device, key: int) -> torch.Generator:
+    generator = _generators.by_device.get(device)
+    if generator is None:
+        generator = _generators.by_device[device] = torch.Generator(device)
+    return generator.manual_seed(key)
+
+
+class Draw:
+    """One call of a drawing function: gives each of its operations a generator."""
+
+    def __init__(self, track: Track) -> None:
+        assert track.base is not None
+        frame = track.frame
+        self._base = track.base
+        self._place = frame.draw()
+        self._seeded = frame.seeded
+        self._count = 0
+
+    def generator(self, device: torch.device = _CPU) -> torch.Generator:
+        if self._seeded is not None:
+            generator: torch.Generator = self._seeded.on(device)
+            return generator
+        self._count += 1
+        return _seeded(device, key_of(self._base, self._place, self._count))
+
+
+class Redirect(TorchFunctionMode):
+    """Sends the draws of the thread that enters it to the generators of their keys."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in DRAWING:
+            return _drawn(func, args, kwargs)
+        if type(func) is not FunctionType:
+            return func(*args, **kwargs)
+        if func in NESTED_BACKWARDS:
+            with self:  # a checkpoint inside a checkpoint computes again in there
+                return backward_of(func, args, kwargs)
+        if func.__module__.startswith("torch"):
+            return func(*args, **kwargs)
+        return _drawn(func, args, kwargs)  # somebody's own: nobody knows what is in it
+
+
+REDIRECT = Redirect()  # it has no state, so one serves all threads
+
+
+def _drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    track = here.track
+    if track is None or track.base is None:
+        return func(*args, **kwargs)
+    draw = Draw(track) if track.draw is None else track.draw
+    if func in DROPOUTS:
+        return _dropout(draw, func, args, kwargs)
+    if is_silent(func, args, kwargs):
+        return func(*args, **kwargs)
+    if kwargs.get("generator") is default_generator:
+        kwargs = {**kwargs, "generator": None}
+    if type(func) is FunctionType and func.__globals__ is vars(F):
+        return _inside(track, draw, func, args, kwargs)
+    return _adding(draw, func, args, kwargs)
+
+
+def _inside(track: Track, draw: Draw, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run a function that is written in Python with the redirection on; all it draws is one draw.
+
+    Under the dispatch mode it would cost ten microseconds for each of its operations.
+    """
+    before = track.draw
+    track.draw = draw
+    try:
+        with REDIRECT:
+            return without_overrides(func)(*args, **kwargs)
+    finally:
+        track.draw = before
+
+
+def _dropout(draw: Draw, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Do what torch does on the CPU, with a generator."""
+    read = _read_dropout if func is F.dropout else _read_native
+    given, p, training, inplace = read(*args, **kwargs)
+    if not training or not 0.0 < p < 1.0 or not given.numel():
+        return func(*args, **kwargs)
+    if type(given) not in _PLAIN or given.is_meta:
+        return _adding(draw, func, args, kwargs)
+    keep = 1 - p
+    noise = torch.empty_like(given).bernoulli_(keep, generator=draw.generator(given.device))
+    noise.div_(keep)
+    if inplace or func is torch.dropout_:
+        return given.mul_(noise)
+    return given * noise
+
+
+def _read_dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> tuple[Tensor, float, bool, bool]:
+    return input, p, training, inplace
+
+
+def _read_native(input: Tensor, p: float, train: bool) -> tuple[Tensor, float, bool, bool]:
+    return input, p, train, False
+
+
+def _adding(draw: Draw, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    with _Adding(draw):
+        return func(*args, **kwargs)
+
+
+class _Adding(TorchDispatchMode):
+    """Adds ``generator=`` to every operation that takes one and was given none."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, draw: Draw) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._draw = draw
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        way = _ways.get(func)
+        if way is None:
+            way = _ways[func] = _way(func)
+        if way is _as_it_is:
+            return func(*args, **kwargs)
+        if kwargs.get("generator") not in (None, default_generator):
+            return func(*args, **kwargs)
+        return way(self, func, args, kwargs)
+
+    def with_generator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        device = _device(args, kwargs)
+        if device.type == "meta":
+            return func(*args, **kwargs)
+        return func(*args, **{**kwargs, "generator": self._draw.generator(device)})
+
+
+_Way = Callable[[_Adding, Any, Any, dict[str, Any]], Any]
+_ways: dict[Any, _Way] = {}  # what is to be done with each operation: found once
+
+
+def _way(func: Any) -> _Way:
+    if not isinstance(func, OpOverload):
+        return _as_it_is
+    if _takes_generator(func):
+        return _Adding.with_generator
+    twin = _twin(func)
+    if twin is not None:
+        return lambda mode, _, args, kwargs: mode.with_generator(twin, args, kwargs)
+    if torch.Tag.nondeterministic_seeded in func.tags and is_composite(func):
+        return _decomposed  # as it comes in inference mode, where nobody has taken it apart yet
+    return _as_it_is
+
+
+def _as_it_is(mode: _Adding, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _decomposed(mode: _Adding, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    with mode:
+        return taken_apart(func, args, kwargs)
+
+
+def _names(func: Any) -> list[str]:
+    return [argument.name for argument in func._schema.arguments]
+
+
+def _takes_generator(func: Any) -> bool:
+    return "generator" in _names(func)
+
+
+def _twin(func: Any) -> Any:
+    """Return the operation of the same name that takes a generator besides, if there is one."""
+    packet = func._overloadpacket
+    for name in packet.overloads():
+        other = getattr(packet, name)
+        if _takes_generator(other) and [n for n in _names(other) if n != "generator"] == _names(
+            func
+        ):
+            return other
+    return None
+
+
+def _device(args: Any, kwargs: dict[str, Any]) -> torch.device:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value.device
+    device = kwargs.get("device")
+    return _CPU if device is None else torch.device(device)
