@@ -225,7 +225,7 @@ def thread_transport(name: str) -> ThreadTransport | str:
     return OrderedTransport() if name == "ordered" else name
 
 
-def differences_in_process(rank: int, case: Case) -> list[str]:
+def differences_in_process(rank: int, case: Case, transport: str) -> list[str]:
     """Run a case on one rank of several processes."""
     torch.set_num_threads(1)
-    return differences(case, "process-group")
+    return differences(case, transport)

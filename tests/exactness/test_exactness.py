@@ -37,7 +37,15 @@ THREAD_AXES: list[list[Any]] = [
     PRECISIONS,
     ["memory", "ordered"],
 ]
-PROCESS_AXES: list[list[Any]] = [[*MODELS], [2, 3, 4], SCHEDULES, [*BATCHES], PRECISIONS]
+PROCESS_TRANSPORTS = ["shared-memory", "process-group"]
+PROCESS_AXES: list[list[Any]] = [
+    [*MODELS],
+    [2, 3, 4],
+    SCHEDULES,
+    [*BATCHES],
+    PRECISIONS,
+    PROCESS_TRANSPORTS,
+]
 
 
 @pytest.mark.parametrize("values", [list(v) for v in AllPairs(THREAD_AXES)], ids=_name)
@@ -63,13 +71,25 @@ def test_several_stages_per_rank_equal_the_plain_model(ranks: int, schedule: str
 @pytest.mark.processes
 @pytest.mark.parametrize("values", [list(v) for v in AllPairs(PROCESS_AXES)], ids=_name)
 def test_two_processes_equal_the_plain_model(values: list[str], two_ranks: RankPool) -> None:
-    model, stages, schedule, batch, precision = values
+    model, stages, schedule, batch, precision, transport = values
     case = Case(model, int(stages), schedule, batch, precision)
-    assert two_ranks.run(differences_in_process, case) == [[], []]
+    assert two_ranks.run(differences_in_process, case, transport) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("values", list(product(*PROCESS_AXES)), ids=_name)
+def test_two_processes_equal_the_plain_model_in_every_combination(
+    values: list[str], two_ranks: RankPool
+) -> None:
+    test_two_processes_equal_the_plain_model(values, two_ranks)
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("transport", PROCESS_TRANSPORTS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_four_processes_equal_the_plain_model(schedule: str, four_ranks: RankPool) -> None:
+def test_four_processes_equal_the_plain_model(
+    schedule: str, transport: str, four_ranks: RankPool
+) -> None:
     case = Case("resnet", 4, schedule, "uneven", "fp32")
-    assert four_ranks.run(differences_in_process, case) == [[], [], [], []]
+    assert four_ranks.run(differences_in_process, case, transport) == [[], [], [], []]

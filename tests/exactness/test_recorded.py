@@ -163,10 +163,10 @@ def test_copies_of_tied_weights_stay_equal_while_an_optimizer_works(one_thread: 
 Report = tuple[dict[str, Tensor | None], Tensor, list[Any]]
 
 
-def _in_process(rank: int, name: str) -> Report:
+def _in_process(rank: int, name: str, transport: str) -> Report:
     torch.set_num_threads(1)
     case = CASES[name]
-    pipe = pipeline(case, timeout=20)
+    pipe = pipeline(case, timeout=20, transport=transport)
     for step in range(2):
         inputs, target = case.batch(7, seed=step + 1)
         result = pipe.step(**inputs, target=target)
@@ -176,10 +176,11 @@ def _in_process(rank: int, name: str) -> Report:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("transport", ["shared-memory", "process-group"])
 @pytest.mark.parametrize("name", CASES)
-def test_processes_equal_the_plain_model(name: str, two_ranks: RankPool) -> None:
+def test_processes_equal_the_plain_model(name: str, transport: str, two_ranks: RankPool) -> None:
     case = CASES[name]
-    reports = two_ranks.run(_in_process, name)
+    reports = two_ranks.run(_in_process, name, transport)
     torch.set_num_threads(1)
     model, loss, outputs = plain(case, steps=2)
     for found, got, values in reports:
