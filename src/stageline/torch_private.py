@@ -85,6 +85,7 @@ __all__ = [
     "Store",
     "TorchDispatchMode",
     "TreeSpec",
+    "attention_weights",
     "backward_of",
     "checkpoint_module",
     "compiler_is_loaded",
@@ -202,6 +203,18 @@ _ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_v
 
 def _never(*args: Any) -> bool:
     return False
+
+
+def attention_weights(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Return the weights of an attention before dropout, computed by torch's own composite."""
+    # It multiplies them with a value too: with one of width 0, that costs nothing.
+    nothing = key.detach()[..., :0]
+    _, weights = torch._scaled_dot_product_attention_math(
+        query, key, nothing, mask, 0.0, is_causal, scale=scale
+    )
+    return weights
 
 
 def is_composite(operation: OpOverload) -> bool:

@@ -53,6 +53,21 @@ CASES: dict[str, Callable[[], Tensor]] = {
     "gumbel_softmax": lambda: F.gumbel_softmax(X),
     "fractional_max_pool2d": lambda: F.fractional_max_pool2d(IMAGES, 2, output_size=5),
     "attention": lambda: F.scaled_dot_product_attention(X, X, X, dropout_p=0.2),
+    "causal attention": lambda: F.scaled_dot_product_attention(
+        X, X, X, dropout_p=0.2, is_causal=True, scale=0.3
+    ),
+    "attention with a mask": lambda: F.scaled_dot_product_attention(
+        X, X, X, PROBABILITIES[:, :1].expand(4, 6)[:, None], dropout_p=0.2
+    ),
+    "attention with a mask of bools": lambda: F.scaled_dot_product_attention(
+        X, X, X, X[..., :6] > -1, 0.2
+    ),
+    "attention in bfloat16": lambda: F.scaled_dot_product_attention(
+        X.bfloat16(), X.bfloat16(), X.bfloat16(), dropout_p=0.2
+    ),
+    "attention in groups": lambda: F.scaled_dot_product_attention(
+        IMAGES, IMAGES[:, :2], IMAGES[:, :2], dropout_p=0.2, enable_gqa=True
+    ),
     "MultiheadAttention": _layer(lambda: nn.MultiheadAttention(8, 2, dropout=0.2)),
     "TransformerEncoderLayer": _layer(lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2)),
     "LSTM": _layer(lambda: nn.LSTM(8, 8, num_layers=3, dropout=0.2)),
@@ -120,6 +135,20 @@ def test_a_redirected_draw_is_torchs_own(name: str, mode: str) -> None:
             torch.set_rng_state(before)
         assert torch.equal(got, wanted)
         assert got.stride() == wanted.stride()
+
+
+def test_the_gradients_of_an_attention_are_torchs_own() -> None:
+    inputs = [X.clone().requires_grad_() for _ in range(3)]
+
+    def call() -> Tensor:
+        query, key, value = inputs
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=0.3, is_causal=True)
+
+    got = torch.autograd.grad(_seeded(call).square().sum(), inputs)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(9)
+        wanted = torch.autograd.grad(call().square().sum(), inputs)
+    assert all(map(torch.equal, got, wanted))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "dropout of everything"])

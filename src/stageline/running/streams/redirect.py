@@ -1,6 +1,6 @@
 """Every draw of a thread from the generator of its key, instead of the one that all threads share.
 
-    F.dropout               three operations, one of them with ``generator=``
+    F.dropout, attention    torch's own operations one by one, with ``generator=``
     functions in Python     run as they are: they come to one of the others
     operations in C++       run under a dispatch mode that adds ``generator=`` to their parts
     everything else         passes
@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from stageline.torch_private import (
     NESTED_BACKWARDS,
     OpOverload,
     TorchDispatchMode,
+    attention_weights,
     backward_of,
     default_generator,
     is_composite,
@@ -38,6 +39,7 @@ from stageline.torch_private import (
 
 _CPU = torch.device("cpu")
 _PLAIN = (Tensor, nn.Parameter)
+_FULL = (torch.float32, torch.float64)
 
 
 class _Generators(threading.local):
@@ -107,6 +109,8 @@ def _drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _dropout(draw, func, args, kwargs)
     if is_silent(func, args, kwargs):
         return func(*args, **kwargs)
+    if func is F.scaled_dot_product_attention:
+        return _attention(draw, args, kwargs)
     if kwargs.get("generator") is default_generator:
         kwargs = {**kwargs, "generator": None}
     if type(func) is FunctionType and func.__globals__ is vars(F):
@@ -152,6 +156,48 @@ def _read_dropout(
 
 def _read_native(input: Tensor, p: float, train: bool) -> tuple[Tensor, float, bool, bool]:
     return input, p, train, False
+
+
+def _attention(draw: Draw, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Do what torch does on the CPU where it drops weights: two products, no fused kernel."""
+    found = _read_attention(*args, **kwargs)
+    tensors = (found.query, found.key, found.value)
+    if (
+        found.enable_gqa
+        or torch.is_autocast_enabled("cpu")
+        or not torch.backends.cuda.math_sdp_enabled()
+        or any(type(t) is not Tensor or t.dtype not in _FULL or t.device != _CPU for t in tensors)
+    ):
+        return _adding(draw, F.scaled_dot_product_attention, args, kwargs)
+    mask = found.mask
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.zeros_like(mask, dtype=found.query.dtype).masked_fill_(~mask, float("-inf"))
+    weights = attention_weights(found.query, found.key, mask, found.is_causal, found.scale)
+    return _dropout(draw, F.dropout, (weights, found.p), {}) @ found.value
+
+
+class _Attention(NamedTuple):
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+
+def _read_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> _Attention:
+    return _Attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 def _adding(draw: Draw, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
