@@ -111,7 +111,16 @@ def told(cause: BaseException) -> str:
     """Return an exception as the last line of a traceback shows it."""
     if isinstance(cause, RemoteCause):
         return cause.summary
-    return f"{type(cause).__name__}: {cause}"
+    kind, message = type(cause).__name__, words(cause)
+    return f"{kind}: {message}" if message else kind
+
+
+def words(error: BaseException) -> str:
+    """Return what an exception says; one that raises when it is asked keeps nobody from hearing."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"  # as in a traceback
 
 
 class RemoteCause(Exception):
@@ -133,7 +142,7 @@ class RemoteCause(Exception):
 
     @property
     def summary(self) -> str:
-        return f"{self.kind}: {self.message}"
+        return f"{self.kind}: {self.message}" if self.message else self.kind
 
     def __str__(self) -> str:
         return f"on rank {self.rank}:\n\n{self.trace}"

@@ -13,7 +13,19 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from stageline.errors import ConfigError, PeerError, RemoteCause, StagelineError, StepError
+from stageline.errors import (
+    ConfigError,
+    PeerError,
+    RemoteCause,
+    StagelineError,
+    StepError,
+    told,
+    words,
+)
+
+# Characters of a message, and of a traceback. What is told must fit into the buffer of a socket:
+# the hub may not wait for a process that is stopped and reads nothing.
+_LONGEST_MESSAGE, _LONGEST_TRACE = 4000, 16000
 
 
 class Aborted(BaseException):
@@ -24,6 +36,20 @@ class Aborted(BaseException):
     """
 
     hint: str = ""
+
+
+def described(error: BaseException) -> tuple[str, str, str]:
+    """Return type, message and traceback of an exception, short enough to travel."""
+    trace = "".join(traceback.format_exception(error))
+    return type(error).__name__, _shortened(words(error)), _shortened(trace, _LONGEST_TRACE)
+
+
+def _shortened(text: str, longest: int = _LONGEST_MESSAGE) -> str:
+    """Leave out the middle of what is too long: both ends of a traceback say what happened."""
+    if len(text) <= longest:
+        return text
+    half = longest // 2
+    return f"{text[:half]} ... ({len(text) - longest} characters left out) ... {text[-half:]}"
 
 
 @dataclass(frozen=True)
@@ -56,24 +82,17 @@ class Failure:
         known = getattr(error, "failure", None)
         if isinstance(known, Failure):  # another rank's, that came here some other way
             return known
-        kind, trace = type(error).__name__, "".join(traceback.format_exception(error))
         if isinstance(error, StepError):
-            cause = error.__cause__ or error
-            trace = "".join(traceback.format_exception(cause))
-            return cls(
-                rank,
-                epoch,
-                str(error),
-                action=(error.stage, error.microbatch, error.action),
-                cause=(type(cause).__name__, str(cause), trace),
-            )
+            action = (error.stage, error.microbatch, error.action)
+            cause = described(error.__cause__ or error)
+            return cls(rank, epoch, _shortened(str(error)), action=action, cause=cause)
         if isinstance(error, ConfigError):
             return cls(rank, epoch, str(error), findings=(error.what, error.findings))
         if isinstance(error, PeerError):
             return cls(rank, epoch, str(error))
-        said = str(error) if isinstance(error, StagelineError) else f"{kind}: {error}"
-        text = f"rank {rank} failed {doing}: {said or kind}"
-        return cls(rank, epoch, text, cause=(kind, str(error), trace))
+        said = str(error) if isinstance(error, StagelineError) else told(error)
+        text = f"rank {rank} failed {doing}: {_shortened(said)}"
+        return cls(rank, epoch, text, cause=described(error))
 
     def error(self) -> StagelineError:
         """Return what the other ranks raise."""

@@ -207,7 +207,8 @@ class Hub:
             os.close(file)
 
     def _tell_all(self, message: Message) -> None:
-        for rank in list(self._tell):
+        # Its own process last: once that has heard of a failure, it may end, and the hub with it.
+        for rank in sorted(self._tell, reverse=True):
             self._send(rank, message)
 
     def _send(self, rank: int, message: Message, files: Sequence[int] = ()) -> None:

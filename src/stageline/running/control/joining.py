@@ -1,8 +1,9 @@
 """How the processes of a job find each other: through the rendezvous store, with a secret.
 
     1  every rank      writes its host into the store
-    2  rank 0          opens a socket: a Unix socket if all share its host, else one TCP port on the
-                       interface over which the job's store is reached; writes address and secret
+    2  rank 0          opens a socket: a Unix socket if all share its host (on Linux one that has no
+                       place in the file system), else one TCP port on the interface over which the
+                       job's store is reached; writes address and secret
     3  other ranks     connect, and both sides prove that they know the secret (HMAC, never sent)
     4  rank 0          closes the socket once all are there: from then on nobody can come in
 
@@ -17,6 +18,8 @@ import os
 import secrets
 import shutil
 import socket
+import struct
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,6 +39,7 @@ _SLICE = 0.25  # seconds: how often a wait looks around
 _FIRST_NOTE = 10.0
 _HANDSHAKE = 10.0  # seconds for the other side to answer
 _FAILED = "failed"
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 _BOOT = "/proc/sys/kernel/random/boot_id"
 
 
@@ -124,9 +128,14 @@ class Door:
     def __init__(self, *, one_host: bool) -> None:
         self.secret = secrets.token_hex(32)
         self._folder: str | None = None
-        if one_host and hasattr(socket, "AF_UNIX"):
+        if one_host and sys.platform == "linux":
+            # Gone with the process, however that ends; a file would be left behind.
+            self.address: Any = f"\0stageline-{secrets.token_hex(16)}"
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.bind(self.address)
+        elif one_host and hasattr(socket, "AF_UNIX"):
             self._folder = tempfile.mkdtemp(prefix="stageline-")  # mode 0700
-            self.address: Any = os.path.join(self._folder, "hub")
+            self.address = os.path.join(self._folder, "hub")
             self._socket = socket.socket(socket.AF_UNIX)
             self._socket.bind(self.address)
         else:
@@ -147,6 +156,7 @@ class Door:
             return None
         connection = Connection(sock)
         try:
+            _refuse_other_users(sock)
             rank = _examine(connection, self.secret)
         except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
             log.warning(0, f"somebody who is not of this job knocked and was sent away: {error!r}")
@@ -158,6 +168,16 @@ class Door:
         self._socket.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _refuse_other_users(sock: socket.socket) -> None:
+    """A socket without a file has no mode that would keep other users of this host out."""
+    if sys.platform != "linux" or sock.family != socket.AF_UNIX:
+        return
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    if user != os.geteuid():
+        raise ValueError(f"it belongs to user {user}")
 
 
 def _proof(secret: str, *parts: object) -> str:
@@ -198,6 +218,10 @@ def knock(address: Message, rank: int) -> Connection:
             raise PeerError(f"rank {rank} reached something that is not rank 0 at {where}")
     except (OSError, EOFError) as cause:
         sock.close()
+        if family == socket.AF_UNIX:
+            raise PeerError(
+                f"rank 0 ended while rank {rank} was joining it: look at its own output"
+            ) from cause
         raise PeerError(
             f"rank {rank} cannot reach rank 0 at {where} ({cause}): if hosts have several "
             "networks, set STAGELINE_HOST on rank 0 to the address that the others can reach"

@@ -45,7 +45,7 @@ class Member:
         timeout: Seconds to wait for a rank that does not come.
         epoch: The call that runs, or ran last.
         doing: Says in a few words what this rank is at, for those who wait for it.
-        on_failure: Called, in another thread, when a call has failed somewhere.
+        on_failure: Called, in another thread, with the number of a call that failed somewhere.
         details: What to say of a fact, by name, if its digest is in doubt.
     """
 
@@ -57,7 +57,7 @@ class Member:
         self.timeout = meeting.timeout
         self.epoch = -1
         self.doing: Callable[[], str] | None = None
-        self.on_failure: Callable[[], None] | None = None
+        self.on_failure: Callable[[int], None] | None = None
         self.details: Mapping[str, Facts] = {}
         self._link: Link | None = None
         self._changed = threading.Condition()
@@ -209,8 +209,9 @@ class Member:
             with suppress(OSError):
                 os.write(self._wake, b"!")
             self._changed.notify_all()
+            epoch = self.epoch
         if self.on_failure is not None:
-            self.on_failure()
+            self.on_failure(epoch)
 
     def beat(self) -> None:
         """Show that this rank is alive, and what it is at."""

@@ -117,8 +117,11 @@ class ProcessTransport(ABC):
     def open(self, *, epoch: int, window: int | None) -> Endpoint:
         """Begin a call; ranks count alike, so packets of different calls never match."""
 
-    def abort(self) -> None:
-        """Wake whoever waits here, called from another thread; the call has failed somewhere."""
+    def abort(self, epoch: int) -> None:
+        """Wake whoever waits in a call that has failed somewhere; called from another thread.
+
+        By then this rank may have left that call, or even begun the next one, which goes on.
+        """
         return
 
     @abstractmethod

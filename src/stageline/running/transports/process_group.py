@@ -60,6 +60,8 @@ class ProcessGroupTransport(ProcessTransport):
         self.rank = member.rank
         self._generation = 0
         self._group: Any = None  # torch does not describe it
+        self._changing = threading.Lock()  # guards the next two: another thread aborts
+        self._epoch: int | None = None  # the call that may be aborted
         self._is_broken = False
         self._sent: dict[tuple[int, str], int] = defaultdict(int)
         self._expected: dict[tuple[int, str], int] = defaultdict(int)
@@ -73,6 +75,10 @@ class ProcessGroupTransport(ProcessTransport):
         self._reaper.start()
 
     def open(self, *, epoch: int, window: int | None) -> Endpoint:
+        with self._changing:
+            self._epoch, self._is_broken = epoch, False
+        if self.member.failure is not None:  # it came before there was anything to abort
+            raise Aborted
         if self._group is None:
             self._group = self._connect()
         return ProcessGroupEndpoint(self, epoch, window)
@@ -160,13 +166,16 @@ class ProcessGroupTransport(ProcessTransport):
             "rank has failed: look at the network between the hosts"
         )
 
-    def abort(self) -> None:
-        """End all waits of this group.
+    def abort(self, epoch: int) -> None:
+        """End all waits of a call.
 
         A receive that times out closes all its connections, and whoever waits on them is told;
         gloo has no other way.
         """
-        group, self._is_broken = self._group, True
+        with self._changing:
+            if epoch != self._epoch:
+                return
+            group, self._is_broken = self._group, True
         if group is not None:
             for peer in range(self.member.num_ranks):
                 if peer != self.rank:
@@ -174,8 +183,8 @@ class ProcessGroupTransport(ProcessTransport):
                         group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(_AT_ONCE)
 
     def reset(self) -> None:
-        self._group = None
-        self._is_broken = False
+        with self._changing:
+            self._group = self._epoch = None
         self._generation += 1
         self._sent.clear()
         self._expected.clear()

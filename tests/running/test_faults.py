@@ -1,0 +1,140 @@
+"""An exception anywhere, in real processes: every rank raises it, and the next step is exact."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from stageline.testing import RankPool
+from tests.running.faults import MICROBATCHES, Fault, Outcome, campaign
+
+pytestmark = pytest.mark.processes
+
+TRANSPORTS = ("shared-memory", "process-group")
+SCHEDULES = ("gpipe", "1f1b", "sequential")
+BOUND = 10.0  # seconds from a fault to the last raise; 2 are promised, these cores are shared
+
+
+def every_action(size: int) -> list[Fault]:
+    """All forwards, backwards and losses of a step."""
+    places = [(rank, microbatch) for rank in range(size) for microbatch in range(MICROBATCHES)]
+    return [
+        *(Fault("forward", rank, microbatch) for rank, microbatch in places),
+        *(Fault("backward", rank, microbatch) for rank, microbatch in places),
+        *(Fault("loss", size - 1, microbatch) for microbatch in range(MICROBATCHES)),
+    ]
+
+
+def other_ways(size: int) -> list[Fault]:
+    """Everything but an exception in an action of a training step, on every rank."""
+    last = size - 1
+    faults = [Fault("look", rank) for rank in range(size)]
+    faults += [Fault("send", rank, rank % MICROBATCHES) for rank in range(last)]
+    for mode in ("evaluate", "infer"):
+        faults += [Fault("forward", rank, (rank + 1) % 4, mode=mode) for rank in range(size)]
+        faults += [Fault("look", last, mode=mode)]
+    faults += [Fault("loss", last, 2, mode="evaluate")]
+    whats = ("empty", "exit", "interrupt", "unprintable", "unpicklable", "long", "surrogate")
+    for index, what in enumerate(whats):
+        faults += [
+            Fault("forward", index % size, index % 4, what),
+            Fault("backward", (index + 1) % size, index % 3, what),
+        ]
+    faults += [Fault("forward", 0, 1, also=last), Fault("backward", last, 1, also=0)]
+    return faults
+
+
+def check(fault: Fault, outcomes: Sequence[Outcome]) -> list[str]:
+    """Return what is wrong in what the ranks saw of a fault."""
+    victims = {fault.rank, fault.also} - {None}
+    times = [one.fault_time for one in outcomes if one.fault_time is not None]
+    findings = []
+    for rank, one in enumerate(outcomes):
+        about = f"{fault}, rank {rank}"
+        findings += [f"{about}: afterwards {wrong}" for wrong in one.wrong]
+        if one.raise_time - min(times) > BOUND:
+            findings.append(f"{about}: {one.raise_time - min(times):.1f} s late")
+        findings += [f"{about}: {text}" for text in _check_error(fault, rank in victims, one)]
+    return findings
+
+
+def _check_error(fault: Fault, is_victim: bool, one: Outcome) -> Iterable[str]:
+    if fault.where in ("look", "tied") or fault.what == "interrupt":
+        if not is_victim and (one.kind, one.text[:13]) != (
+            "PeerError",
+            f"rank {fault.rank} failed",
+        ):
+            yield f"{one.kind}: {one.text}"
+        if is_victim and one.kind != {"look": "BatchError", "tied": "Boom"}.get(
+            fault.where, "KeyboardInterrupt"
+        ):
+            yield f"{one.kind}: {one.text}"
+        return
+    if one.kind != "StepError":
+        yield f"{one.kind}: {one.text}"
+        return
+    assert one.place is not None
+    rank, stage, microbatch, action = one.place
+    if fault.also is None and one.place[:3] != (fault.rank, fault.rank, fault.microbatch):
+        yield f"it names {one.place}"
+    if fault.also is None and fault.where != "send" and action != fault.action:
+        yield f"it names {action} instead of {fault.action}"
+    if f"rank {rank}, stage {stage}, microbatch {microbatch}: action {action}" not in one.text:
+        yield one.text
+    kind, trace = one.cause or ("none", "")
+    if not is_victim and not kind.startswith("remote "):
+        yield f"its cause is {kind}"
+    if not is_victim and fault.where != "send" and "in pull" not in trace:
+        yield f"its cause has no traceback: {trace}"
+
+
+def run(
+    pool: RankPool, faults: Sequence[Fault], *, timeout: float = 120, **settings: Any
+) -> list[list[Outcome]]:
+    """Run a campaign; return what the ranks saw, fault by fault, after checking all of it."""
+    seen = pool.run(campaign, pool.world_size, faults, settings, timeout=timeout)
+    by_fault = list(map(list, zip(*seen, strict=True)))
+    note_delays(settings["transport"], faults, by_fault)
+    found = [check(fault, outcomes) for fault, outcomes in zip(faults, by_fault, strict=True)]
+    assert [finding for findings in found for finding in findings] == []
+    return by_fault
+
+
+def note_delays(
+    transport: str, faults: Sequence[Fault], by_fault: Sequence[Sequence[Outcome]]
+) -> None:
+    """Write the seconds from each fault to the raise on every other rank, where somebody asks."""
+    path = os.environ.get("STAGELINE_FAULT_TIMES")
+    if path is None:
+        return
+    with open(path, "a") as file:
+        for fault, outcomes in zip(faults, by_fault, strict=True):
+            times = [one.fault_time for one in outcomes if one.fault_time is not None]
+            delays = [one.raise_time - min(times) for one in outcomes if one.fault_time is None]
+            json.dump([transport, f"{fault.mode} {fault.where} {fault.what}", delays], file)
+            file.write("\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_action_of_two_ranks(transport: str, schedule: str, two_ranks: RankPool) -> None:
+    run(two_ranks, every_action(2), transport=transport, schedule=schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_action_of_four_ranks(transport: str, schedule: str, four_ranks: RankPool) -> None:
+    run(four_ranks, every_action(4), transport=transport, schedule=schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_other_way(transport: str, two_ranks: RankPool, four_ranks: RankPool) -> None:
+    run(two_ranks, other_ways(2), transport=transport)
+    run(four_ranks, other_ways(4), transport=transport)
