@@ -22,7 +22,7 @@ Message = dict[str, Any]
 _LENGTH = struct.Struct(">I")
 _CHUNK = 1 << 16
 _MOST_FILES = 16
-_LONGEST = 1 << 30
+LONGEST = 1 << 30  # bytes of a message
 
 
 class Connection:
@@ -35,7 +35,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
-        self.longest = _LONGEST
+        self.longest = LONGEST
         self._carries_files = sock.family == getattr(socket, "AF_UNIX", None)
         # A signal handler may say farewell in the middle of a send.
         self._sending = threading.RLock()
