@@ -227,3 +227,26 @@ def test_a_stranger_is_not_listened_to_for_long(raw: tuple[socket.socket, Connec
     sock.sendall(struct.pack(">I", 101))
     with pytest.raises(EOFError, match="a message of 101 bytes was announced"):
         connection.receive()
+
+
+def test_a_forked_child_does_not_keep_the_connection_of_a_dead_process_open(
+    pair: tuple[Connection, Connection],
+) -> None:
+    """Workers of a DataLoader are forked, and live on for seconds after kill -9 of their rank.
+
+    They had its connection open, so that the end of the rank was noticed only with theirs.
+    """
+    ours, theirs = pair
+    waits, go_on = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(go_on)
+        os.read(waits, 1)
+        os._exit(0)
+    os.close(waits)
+    os.close(ours.sock.detach())  # as the end of the process does it, without a farewell
+    theirs.sock.settimeout(20)
+    with pytest.raises(EOFError):
+        theirs.receive()
+    os.close(go_on)
+    os.waitpid(child, 0)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 Message = dict[str, Any]
 
@@ -23,6 +24,21 @@ _LENGTH = struct.Struct(">I")
 _CHUNK = 1 << 16
 _MOST_FILES = 16
 LONGEST = 1 << 30  # bytes of a message
+
+
+_open: WeakSet[Connection] = WeakSet()
+
+
+def _let_go() -> None:
+    """Leave the connections to the process that has made them: only its end must end them."""
+    for connection in list(_open):
+        file = connection.sock.detach()
+        if file >= 0:
+            os.close(file)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
 
 
 class Connection:
@@ -42,6 +58,7 @@ class Connection:
         self._bytes = bytearray()
         self._files: deque[int] = deque()
         self._waiting: list[tuple[Message, list[int]]] = []
+        _open.add(self)
 
     def send(self, message: Message, files: Sequence[int] = ()) -> None:
         """Send a message, and files that the receiver may then use as its own.
