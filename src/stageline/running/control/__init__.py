@@ -1,6 +1,7 @@
 """The control plane: what ranks in several processes tell each other beside the data.
 
 messages.py    JSON over a socket; no pickle
+addresses.py   where a rank runs, and how it is reached
 joining.py     how processes find each other, and keep strangers out
 agreement.py   what they must agree on
 failures.py    what went wrong, as text and as an error

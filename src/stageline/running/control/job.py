@@ -81,9 +81,13 @@ class _RemoteLink:
 def _host(meeting: Meeting, listener: Listener, heartbeat_timeout: float) -> Member:
     """Open the door, wait for all ranks, and be the hub."""
     hosts = meeting.hosts()
-    one_host = len(set(hosts)) == 1
+    one_host = len({host.key for host in hosts}) == 1
+    try:
+        door = Door(hosts)
+    except PeerError as error:
+        raise meeting.fail(str(error)) from error
     member = Member(meeting, one_host=one_host)
-    connections = _gather(meeting, Door(one_host=one_host))
+    connections = _gather(meeting, door)
 
     def tell_here(message: Message, files: Sequence[int]) -> None:
         member.hear(message, [os.dup(file) for file in files])
@@ -116,16 +120,21 @@ def _gather(meeting: Meeting, door: Door) -> dict[int, Connection]:
     deadline = time.monotonic() + meeting.timeout
     try:
         meeting.publish(door.to_json())
-        while len(connections) < meeting.num_ranks - 1:
+        while door.expected:
             came = door.admit()
-            if came is not None:
-                connections[came[0]] = came[1]
-            elif time.monotonic() > deadline:
-                missing = sorted(set(range(1, meeting.num_ranks)) - set(connections))
+            connections.update(came)
+            if came:
+                continue
+            meeting.raise_if_failed()
+            if time.monotonic() > deadline:
                 raise meeting.fail(
-                    f"rank {missing[0]} knows of this pipeline and did not reach rank 0 within "
-                    f"{meeting.timeout:g} s: can its host connect to {door.address}?"
+                    f"rank {min(door.expected)} knows of this pipeline and did not reach rank 0 "
+                    f"within {meeting.timeout:g} s: can its host connect to {door.address}?"
                 )
+    except BaseException:
+        for connection in connections.values():
+            connection.close()
+        raise
     finally:
         door.close()
     return connections
@@ -145,7 +154,12 @@ def _hearing(hub: Hub, rank: int, connection: Connection, listener: Listener) ->
 
 def _visit(meeting: Meeting, listener: Listener, heartbeat_timeout: float) -> Member:
     """Go to the hub, and wait until all others are there too."""
-    connection = knock(meeting.hub_address(), meeting.rank)
+    address = meeting.hub_address()
+    try:
+        connection = knock(address, meeting.rank)
+    except PeerError as error:
+        meeting.raise_if_failed()
+        raise meeting.fail(str(error)) from error
     connection.sock.settimeout(meeting.timeout)
     try:
         first = connection.receive_one()

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 import threading
@@ -15,26 +16,49 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 Message = dict[str, Any]
 
 _LENGTH = struct.Struct(">I")
 _CHUNK = 1 << 16
 _MOST_FILES = 16
-_LONGEST = 1 << 30
+LONGEST = 1 << 30  # bytes of a message
+
+
+_open: WeakSet[Connection] = WeakSet()
+
+
+def _let_go() -> None:
+    """Leave the connections to the process that has made them: only its end must end them."""
+    for connection in list(_open):
+        file = connection.sock.detach()
+        if file >= 0:
+            os.close(file)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
 
 
 class Connection:
-    """A socket that carries messages; any thread may send, one thread receives."""
+    """A socket that carries messages; any thread may send, one thread receives.
+
+    Attributes:
+        sock: The socket.
+        longest: The bytes of the longest message that is listened to.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        self.longest = LONGEST
         self._carries_files = sock.family == getattr(socket, "AF_UNIX", None)
         # A signal handler may say farewell in the middle of a send.
         self._sending = threading.RLock()
         self._bytes = bytearray()
         self._files: deque[int] = deque()
         self._waiting: list[tuple[Message, list[int]]] = []
+        _open.add(self)
 
     def send(self, message: Message, files: Sequence[int] = ()) -> None:
         """Send a message, and files that the receiver may then use as its own.
@@ -66,7 +90,8 @@ class Connection:
         """Wait for something to come, and return the messages that are complete.
 
         Raises:
-            EOFError: The other side has closed the connection, or its process has ended.
+            EOFError: The other side has closed the connection, or its process has ended, or it
+                says what no peer would say.
         """
         if self._waiting:
             messages, self._waiting = self._waiting, []
@@ -93,18 +118,16 @@ class Connection:
         messages = []
         while len(self._bytes) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._bytes)
-            if length > _LONGEST:
+            if length > self.longest:
                 raise EOFError(f"a message of {length} bytes was announced: this is no peer")
             end = _LENGTH.size + length
             if len(self._bytes) < end:
                 break
-            try:
-                message = json.loads(self._bytes[_LENGTH.size : end])
-            except ValueError as cause:
-                raise EOFError("a message could not be read") from cause
+            message, num_files = _read_message(self._bytes[_LENGTH.size : end])
+            if not 0 <= num_files <= len(self._files):
+                raise EOFError(f"{num_files} files were announced, {len(self._files)} came")
             del self._bytes[:end]
-            files = [self._files.popleft() for _ in range(message.pop("files", 0))]
-            messages.append((message, files))
+            messages.append((message, [self._files.popleft() for _ in range(num_files)]))
         return messages
 
     @property
@@ -113,6 +136,25 @@ class Connection:
         return bool(self._waiting)
 
     def close(self) -> None:
+        """End the connection, for the other side too; files that nobody took are closed."""
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
+        while self._waiting:
+            self._files.extend(self._waiting.pop()[1])
+        while self._files:
+            os.close(self._files.popleft())
+
+
+def _read_message(body: bytearray) -> tuple[Message, int]:
+    """Return a message and how many files belong to it."""
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError) as cause:
+        raise EOFError("a message could not be read") from cause
+    if not isinstance(message, dict):
+        raise EOFError(f"a message was a {type(message).__name__}: this is no peer")
+    num_files = message.pop("files", 0)
+    if not isinstance(num_files, int):
+        raise EOFError(f"{num_files!r} files were announced: this is no peer")
+    return message, num_files
