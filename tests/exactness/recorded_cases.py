@@ -155,7 +155,7 @@ class Draws(Stack):
             x = self.drop(layer(x)) + 0.1 * torch.randn_like(x)
         for _ in range(3):
             x = F.dropout(self.block(x) + x, 0.1, self.training)
-        noise = torch.distributions.Normal(x.detach(), torch.ones_like(x))
+        noise = torch.distributions.Normal(x.detach(), torch.ones_like(x), validate_args=False)
         return self.result(x + 0.1 * noise.sample())
 
 
@@ -168,7 +168,7 @@ class Inner(nn.Module):
         self.second = nn.Sequential(Layer(), nn.Dropout(0.2))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x) * torch.rand(x.shape[0], 1)
+        x = self.first(x) * torch.rand(x.shape[0], 1, device=x.device)
         x = self.second.forward(F.dropout(x, 0.1, self.training))  # not a call of the module
         return F.dropout(x, 0.1, self.training)
 
