@@ -33,6 +33,9 @@ class Link(Protocol):
     def close(self) -> None:
         """Let go of it."""
 
+    def disown(self) -> None:
+        """Let go of it in a child process, and leave it as it is for the parent."""
+
 
 class Member:
     """A rank among the ranks of a job.
@@ -232,6 +235,12 @@ class Member:
         self.forget_posts(lambda _: True)
         os.close(self._wake)
         os.close(self.wake_file)
+
+    def disown(self) -> None:
+        """In a child process: let go of what is the parent's, or its end would not be noticed."""
+        if self._link is not None:
+            self._link.disown()
+            self._link = None
 
     def _send(self, message: Message, files: Sequence[int] = ()) -> None:
         if self._link is None:

@@ -116,3 +116,7 @@ class Connection:
         with suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
+
+    def disown(self) -> None:
+        """Let go of it in a child process, and leave it as it is for the parent."""
+        self.sock.close()
