@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,8 +60,13 @@ def train(
     rank: int, size: int, store: str, tell: Teller, end: str, when: str, settings: dict[str, Any]
 ) -> None:
     """Take three steps; rank ``settings["victim"]`` ends during the second, or elsewhere."""
-    join_world(rank, size, store)
     settings = dict(settings)
+    port = settings.pop("port", None)
+    if port is None:
+        join_world(rank, size, store)
+    else:  # as torchrun does it
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     is_victim = rank == settings.pop("victim")
 
     def die() -> None:
@@ -83,8 +89,7 @@ def train(
             num_microbatches=4,
             loss_fn=F.mse_loss,
             wrap_stage=wrap,
-            timeout=20,
-            **settings,
+            **{"timeout": 20, **settings},
         )
         for step in range(3):
             pipe.step(x, target=x)
@@ -140,7 +145,7 @@ def train_behind_a_door(rank: int, size: int, store: str, tell: Teller) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         Door.admit = admit  # type: ignore[assignment,method-assign]  # in this process alone
-    train(rank, size, store, tell, "kill", "never", {"victim": 0})
+    train(rank, size, store, tell, "kill", "elsewhere", {"victim": 0})
 
 
 def test_rank_0_dies_while_others_are_joining() -> None:
@@ -148,3 +153,136 @@ def test_rank_0_dies_while_others_are_joining() -> None:
     job = Mortals(train_behind_a_door, 2)
     lives = job.bury()
     survivors_raised(lives, 0, "rank 0 ")
+
+
+def wait_in_a_step(
+    rank: int, size: int, store: str, tell: Teller, sleeper: int, settings: dict[str, Any]
+) -> None:
+    """Take a step in which one rank sleeps, so that all others wait for it."""
+    join_world(rank, size, store)
+
+    def sleep() -> None:
+        tell("sleeps", time.monotonic())
+        time.sleep(settings["seconds"])
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Mortal(sleep, 6 if rank == sleeper else None) for _ in range(size)))
+    x = torch.randn(8, 4)
+    given = {name: value for name, value in settings.items() if name != "seconds"}
+    try:
+        pipe = sl.Pipeline(
+            model, split=size, num_microbatches=4, loss_fn=F.mse_loss, timeout=20, **given
+        )
+        losses = [pipe.step(x, target=x).loss.item() for _ in range(3)]
+        tell("done", losses, time.monotonic())
+    except BaseException as error:
+        tell("raised", type(error).__name__, str(error), time.monotonic())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_process_that_waits_is_terminated(victim: int, transport: str) -> None:
+    """While a thread waits in gloo, Python calls no handler of a signal."""
+    settings = {"seconds": 3.0, "transport": transport}
+    job = Mortals(wait_in_a_step, 3, 1, settings)
+    job.hear(1, "sleeps")
+    time.sleep(0.3)  # so that the others wait
+    start = time.monotonic()
+    job.send_signal(victim, signal.SIGTERM)
+    kind, text, when = job.hear(2 - victim, "raised")
+    lives = job.bury()
+    assert kind == "PeerError"
+    assert text == f"rank {victim} was ended by SIGTERM"
+    assert when - start < 2.0, "it was told when the sleeping rank woke up"
+    assert lives[victim].exit_code == -signal.SIGTERM
+    assert lives[1].first("raised") is not None
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_process_is_stopped_and_goes_on_after_it_was_given_up(
+    victim: int, transport: str
+) -> None:
+    settings = {"victim": victim, "transport": transport, "heartbeat_timeout": SILENCE}
+    job = Mortals(train, 3, "stop", "step", settings)
+    for rank in {0, 1, 2} - {victim}:
+        kind, text, when = job.hear(rank, "raised")
+        assert (kind, text[:17]) == ("PeerError", f"rank {victim} is silent:"[:17])
+        assert when - job.hear(victim, "fault")[0] < SILENCE + BOUND
+    job.send_signal(victim, signal.SIGCONT)
+    kind, text, _ = job.hear(victim, "raised")
+    job.bury()
+    assert kind == "PeerError"
+    assert "silent" in text
+    assert f"rank {victim}" in text
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_slow_process_is_waited_for(transport: str) -> None:
+    settings = {"seconds": 3.0, "transport": transport, "heartbeat_timeout": 1.0}
+    lives = Mortals(wait_in_a_step, 3, 1, settings).bury()
+    assert [life.first("raised") for life in lives.values()] == [None] * 3
+    assert len({str(life.first("done")[0]) for life in lives.values()}) == 1  # type: ignore[index]
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_process_never_starts(absent: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = {"victim": -1, "timeout": 3.0, "port": port}
+    lives = Mortals(train, 3, "kill", "elsewhere", settings, absent=[absent]).bury()
+    for life in lives.values():
+        kind, text, _ = life.first("raised")  # type: ignore[misc]
+        assert kind == "PeerError"
+        assert "a process has not started" in text
+
+
+def train_with_a_child(rank: int, size: int, store: str, tell: Teller, transport: str) -> None:
+    """Fork a process that outlives the rank, as the workers of a DataLoader do."""
+
+    def fork_and_die() -> None:
+        child = os.fork()
+        if child == 0:
+            time.sleep(20)
+            os._exit(0)
+        tell("child", child)
+        tell("fault", time.monotonic())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    ENDS["fork"] = fork_and_die
+    train(rank, size, store, tell, "fork", "step", {"victim": size - 1, "transport": transport})
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_process_dies_before_its_children(transport: str) -> None:
+    """They hold copies of its open files, so that its connections did not end with it."""
+    job = Mortals(train_with_a_child, 2, transport)
+    try:
+        job.hear(0, "raised")
+    finally:
+        os.kill(job.hear(1, "child")[0], signal.SIGKILL)
+    survivors_raised(job.bury(), 1, "rank 1 is gone")
+
+
+def terminate_a_child(rank: int, size: int, store: str, tell: Teller) -> None:
+    """End a forked child by SIGTERM; it is not the rank."""
+    join_world(rank, size, store)
+    pipe = sl.Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), loss_fn=F.mse_loss)
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    time.sleep(0.2)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    tell("child", os.WTERMSIG(status))
+    x = torch.zeros(8, 4)
+    tell("loss", pipe.step(x, target=x).loss.item())
+
+
+def test_a_child_that_is_terminated_takes_nobody_along() -> None:
+    lives = Mortals(terminate_a_child, 2).bury()
+    for life in lives.values():
+        assert life.first("child") == (signal.SIGTERM,)
+        assert life.first("loss") is not None
+        assert life.exit_code == 0

@@ -8,6 +8,7 @@ failures.py    what went wrong, as text and as an error
 hub.py         rank 0 hears all, decides, tells all
 member.py      one rank's side
 leaving.py     last words: why a process ends
+terminating.py SIGTERM, also while the main thread waits
 job.py         puts these together: ``join``
 """
 

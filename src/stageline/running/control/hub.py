@@ -46,6 +46,14 @@ class _Call:
     is_committed: bool = False
 
 
+def silence(rank: int, limit: float) -> str:
+    """Return the sentence for a rank that was not heard for too long."""
+    return (
+        f"rank {rank} is silent: no sign of life for {limit:g} s (its process is stopped, its host "
+        "is down or unreachable). Start the job again, or allow more with heartbeat_timeout"
+    )
+
+
 class Hub:
     """Decides for all ranks; its methods may be called from any thread.
 
@@ -100,12 +108,8 @@ class Hub:
                 return
             silent = [rank for rank in self._tell if now - self._heard[rank] > limit and rank]
         for rank in silent:
-            self._end(
-                rank,
-                f"rank {rank} is silent: no sign of life for {limit:g} s (its process is stopped, "
-                "its host is down or unreachable). Start the job again, or allow more with "
-                "heartbeat_timeout",
-            )
+            # It is told too: it may go on some day, and should know.
+            self._end(rank, silence(rank, limit), listens=True)
             self._drop(rank)
 
     def beat(self) -> None:
@@ -187,15 +191,19 @@ class Hub:
     def _bye(self, rank: int, message: Message) -> None:
         self._end(rank, message["text"], cause=message.get("cause"))
 
-    def _end(self, rank: int, text: str, cause: Sequence[str] | None = None) -> None:
+    def _end(
+        self, rank: int, text: str, cause: Sequence[str] | None = None, *, listens: bool = False
+    ) -> None:
         with self._lock:
-            self._tell.pop(rank, None)
+            if not listens:
+                self._tell.pop(rank, None)
             if self._final is None:
                 told = None if cause is None else (cause[0], cause[1], cause[2])
                 epoch = self._begun[rank]
                 self._final = Failure(rank, epoch, text, is_final=True, cause=told)
                 log.debug(0, text)
                 self._tell_all({"kind": "fail", "failure": self._final.to_json()})
+            self._tell.pop(rank, None)
 
     def _forward(self, rank: int, message: Message, files: Sequence[int]) -> None:
         to = message.pop("to", None)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import count
 
 from stageline.errors import PeerError
 from stageline.running.control import leaving
-from stageline.running.control.hub import Hub, Tell
+from stageline.running.control.hub import Hub, Tell, silence
 from stageline.running.control.joining import Door, Meeting, knock
 from stageline.running.control.member import Listener, Member
 from stageline.running.control.messages import Connection, Message
@@ -191,6 +192,7 @@ class _FarHub:
         self._listener = listener
         self._limit = limit
         self._heard = time.monotonic()
+        self._is_given_up = False
 
     def hear(self) -> None:
         self._heard = time.monotonic()
@@ -209,9 +211,9 @@ class _FarHub:
         self._member.beat()
         if pause > self._limit / 2:  # it was this process that slept
             self._heard = time.monotonic()
-        elif time.monotonic() - self._heard > self._limit:
-            self._member.lost(
-                f"rank 0 is silent: no sign of life for {self._limit:g} s (its process is stopped, "
-                "its host is down or unreachable). Start the job again, or allow more with "
-                "heartbeat_timeout"
-            )
+        elif time.monotonic() - self._heard > self._limit and not self._is_given_up:
+            self._is_given_up = True
+            text = silence(0, self._limit)
+            with suppress(OSError):  # it may go on some day, and should know
+                self._connection.send({"kind": "bye", "text": text})
+            self._member.lost(text)

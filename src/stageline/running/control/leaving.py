@@ -7,7 +7,7 @@
 
 torchrun prints one error as the root cause: the one with the earliest time in its error file. The
 rank that failed first writes its own time and traceback there, the others a later time and one
-line. They also give torchrun a moment to end them before they print what the first has printed.
+line. They also give torchrun a moment to end them, and do not print what the first has printed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import signal
 import sys
 import threading
 import time
 import traceback
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
 from weakref import WeakSet
 
-from stageline.running.control.failures import Failure
+from stageline.running.control import terminating
+from stageline.running.control.failures import Failure, described
 from stageline.running.control.member import Member
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -43,16 +42,19 @@ def remember(member: Member) -> None:
         return
     _is_installed = True
     atexit.register(_leave_all)
+    os.register_at_fork(after_in_child=_in_child)
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _before_printing(error)
-        previous(kind, error, trace)
+        line = _before_printing(error)
+        if line is None:
+            previous(kind, error, trace)
+        else:
+            print(line, file=sys.stderr)
 
     sys.excepthook = hook
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminated)
+    if threading.current_thread() is threading.main_thread():
+        terminating.watch(_terminated)
 
 
 def farewell(member: Member) -> None:
@@ -69,8 +71,8 @@ def farewell(member: Member) -> None:
     if isinstance(failure, Failure):
         member.leave(failure.text)
         return
-    kind, trace = type(error).__name__, "".join(traceback.format_exception(error))
-    member.leave(f"rank {rank} ended with {kind}: {error}", (kind, str(error), trace))
+    cause = described(error)
+    member.leave(f"rank {rank} ended with {cause[0]}: {cause[1]}", cause)
 
 
 def _leave_all() -> None:
@@ -78,33 +80,44 @@ def _leave_all() -> None:
         farewell(member)
 
 
-def _terminated(number: int, frame: Any) -> None:
+def _terminated() -> None:
     for member in list(_members):
         member.leave(f"rank {member.rank} was ended by SIGTERM")
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
 
 
-def _before_printing(error: BaseException) -> None:
+def _in_child() -> None:
+    """In a child process, say of a DataLoader: the job is the parent's."""
+    _members.clear()
+
+
+def _before_printing(error: BaseException) -> str | None:
+    """Write torchrun's error file; return what to print instead of a traceback, if anything."""
     members = list(_members)
     if not members or _ERROR_FILE not in os.environ:
-        return
+        return None
     failure = getattr(error, "failure", None)
-    is_remote = isinstance(failure, Failure) and failure.rank != members[0].rank
-    if not is_remote:
+    if not isinstance(failure, Failure) or failure.rank == members[0].rank:
         when = failure.time if isinstance(failure, Failure) else time.time()
         _write_error_file(error, "".join(traceback.format_exception(error)), when)
-        return
-    assert isinstance(failure, Failure)
+        return None
+    # A process that was killed, or has left without an error, tells nothing by itself.
+    tells_itself = failure.cause is not None or not failure.is_final
+    if members[0].one_host and tells_itself:
+        line = f"stopped, because rank {failure.rank} failed: see there"
+        _write_error_file(error, line, failure.time + 1)
+        time.sleep(_MOMENT)
+        return f"rank {members[0].rank}: {line}"
     _write_error_file(error, f"{failure.text} (told by rank {failure.rank})", failure.time + 1)
     time.sleep(_MOMENT)
+    return None
 
 
 def _write_error_file(error: BaseException, text: str, when: float) -> None:
     """Write what torchrun reads, in the form of its own ``record`` decorator."""
-    message = {
-        "message": f"{type(error).__name__}: {error}",
+    kind, message, _ = described(error)
+    told = {
+        "message": f"{kind}: {message}",
         "extraInfo": {"py_callstack": text, "timestamp": str(int(when))},
     }
     with suppress(OSError), open(os.environ[_ERROR_FILE], "w") as file:
-        json.dump({"message": message}, file)
+        json.dump({"message": told}, file)
