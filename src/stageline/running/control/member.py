@@ -139,6 +139,11 @@ class Member:
         with self._changed:
             return self._posts.pop(wanted)
 
+    def who_posted(self, key: str) -> list[int]:
+        """Return the ranks whose value under a key is here and was not looked up."""
+        with self._changed:
+            return [source for source, posted in self._posts if posted == key]
+
     def forget_posts(self, is_old: Callable[[str], bool]) -> None:
         """Drop what was posted and will not be looked up any more."""
         with self._changed:

@@ -4,9 +4,9 @@
     receiver  copies it out                      ◀─ slab id ──    pipe: the slab is free again
 
 Slabs are made when there is none that fits, so their number is what the schedule has under way at
-once. The pipes wake whoever sleeps, and end when the other process does. Nothing here has a name
-in the file system. A packet is always copied out: a slab that was reused before its backward gave a
-wrong gradient without an error.
+once; a sender that is very far ahead waits. The pipes wake whoever sleeps, and end when the other
+process does. Nothing here has a name in the file system. A packet is always copied out: a slab that
+was reused before its backward gave a wrong gradient without an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import Any
 
 from stageline import log
-from stageline.errors import PeerError
+from stageline.errors import PeerError, PipeError
 from stageline.running.boundary import Packet
 from stageline.running.control.member import Member, Slowness
 from stageline.running.transports.base import (
@@ -31,13 +31,19 @@ from stageline.running.transports.base import (
     ProcessTransport,
     Receipt,
 )
-from stageline.running.transports.packing import pack, unpack
+from stageline.running.transports.packing import Packed, pack, unpack
 from stageline.running.transports.slabs import SMALLEST, Slab, can_share_memory, whole_size
 
 # epoch, edge (stages, letter, microbatch), slab, bytes of the header, of this piece, of the whole
 _RECORD = struct.Struct("<iiiciIIQQ")
 _FREED = struct.Struct("<I")
+_MOST_SLABS = 128  # per channel: each is an open file until the receiver has mapped it
+_ALL = 1 << 16  # bytes: more than a pipe holds
+_SLICE = 0.05  # seconds
 _GRACE = 2.0  # seconds in which the control plane says why a peer is gone
+
+Wait = Callable[[int, int, str], None]
+"""Sleeps until a file is ready for an event; the text says to people what is waited for."""
 
 __all__ = ["SharedMemoryTransport", "can_share_memory"]
 
@@ -56,8 +62,12 @@ class SharedMemoryTransport(ProcessTransport):
         self._generation = 0
         self._outgoing: dict[int, _Outgoing] = {}
         self._incoming: dict[int, _Incoming] = {}
+        self._takes_in = True
 
     def open(self, *, epoch: int, window: int | None) -> Endpoint:
+        # Windows are for packets that travel one way: nobody can wait for each other, and whoever
+        # took in more than it needs would take the bound away.
+        self._takes_in = window is None
         return _SharedMemoryEndpoint(self, epoch, window)
 
     def prepare(self, target: int) -> None:
@@ -66,12 +76,19 @@ class SharedMemoryTransport(ProcessTransport):
         Raises:
             OSError: There is not enough shared memory.
         """
-        self._outgoing[target] = _Outgoing(self.member, target, self._generation)
+        self._outgoing[target] = _Outgoing(self.member, target, self._generation, self._wait)
 
     def outgoing(self, target: int) -> _Outgoing:
         channel = self._outgoing.get(target)
         if channel is None:
-            self.prepare(target)
+            try:
+                self.prepare(target)
+            except OSError as cause:
+                raise PipeError(
+                    f"rank {self.member.rank} has no shared memory for its channel to rank "
+                    f"{target} ({cause.strerror}): enlarge /dev/shm, or use "
+                    "transport='process-group'"
+                ) from cause
             channel = self._outgoing[target]
         return channel
 
@@ -81,27 +98,37 @@ class SharedMemoryTransport(ProcessTransport):
             channel = self._incoming[source] = _Incoming(self.member, source, self._generation)
         return channel
 
-    def wait(self, file: int, event: int, what: str) -> None:
+    def _wait(self, file: int, event: int, what: str) -> None:
         """Sleep until a file is ready; take in, meanwhile, what other ranks send here.
 
         Two ranks that wait for each other's memory would otherwise wait for ever.
         """
-        poll = select.poll()
-        poll.register(file, event)
-        poll.register(self.member.wake_file, select.POLLIN)
-        for channel in self._incoming.values():
-            poll.register(channel.file, select.POLLIN)
         slow = Slowness(self.member, what)
         while True:
-            ready = [one for one, _ in poll.poll(slow.patience * 1000)]
+            channels = self._channels_to_take_in()
+            poll = select.poll()
+            poll.register(file, event)
+            poll.register(self.member.wake_file, select.POLLIN)
+            for channel in channels:
+                poll.register(channel.file, select.POLLIN)
+            # A channel that is yet to be made wakes nobody, so look again soon.
+            patience = min(slow.patience, _SLICE) if self._takes_in else slow.patience
+            ready = [one for one, _ in poll.poll(patience * 1000)]
             slow.note()
             if self.member.wake_file in ready:
                 raise Aborted
             if file in ready:
                 return
-            for channel in self._incoming.values():
+            for channel in channels:
                 if channel.file in ready:
                     channel.take_in()
+
+    def _channels_to_take_in(self) -> list[_Incoming]:
+        if not self._takes_in:
+            return []
+        for source in self.member.who_posted(_channel_key(self._generation)):
+            self.incoming(source)
+        return list(self._incoming.values())
 
     def reset(self) -> None:
         """Drop all channels with what is still in them; new ones are made when needed."""
@@ -130,8 +157,7 @@ class _SharedMemoryEndpoint(Endpoint):
         transport = self._transport
         if transport.member.failure is not None:
             raise Aborted
-        channel = transport.outgoing(edge.target_rank)
-        channel.send(edge, self._epoch, packet, self._window, transport.wait)
+        transport.outgoing(edge.target_rank).send(edge, self._epoch, packet, self._window)
 
     def receive(self, edge: Edge) -> Receipt:
         return _SharedMemoryReceipt(self._transport, edge, self._epoch)
@@ -153,10 +179,11 @@ class _SharedMemoryReceipt(Receipt):
 class _Outgoing:
     """The sending side of a channel: the slabs belong to it."""
 
-    def __init__(self, member: Member, target: int, generation: int) -> None:
+    def __init__(self, member: Member, target: int, generation: int, wait: Wait) -> None:
         self._member = member
         self._target = target
         self._generation = generation
+        self._wait = wait
         self._slabs: dict[int, Slab] = {}
         self._free: list[int] = []
         self._used = 0
@@ -168,41 +195,36 @@ class _Outgoing:
         self._freed, theirs_too = os.pipe()
         os.set_blocking(self._records, False)
         os.set_blocking(self._freed, False)
-        key = f"channel {generation}"
-        member.post(key, first.size, to=target, files=[theirs, theirs_too, file])
+        files = [theirs, theirs_too, file]
+        member.post(_channel_key(generation), first.size, to=target, files=files)
 
-    def send(
-        self,
-        edge: Edge,
-        epoch: int,
-        packet: Packet,
-        window: int | None,
-        wait: Callable[[int, int, str], None],
-    ) -> None:
+    def send(self, edge: Edge, epoch: int, packet: Packet, window: int | None) -> None:
         packed = pack(packet, edge)
-        what = f"rank {self._target} to take what was sent before edge {edge}"
         while window is not None and self._used >= window:
-            self._reclaim(wait, what)
+            self._reclaim(edge)
         slab = self._slab_for(packed.size)
-        if slab is not None:
-            packed.copy_to(self._slabs[slab].address)
-            self._announce(edge, epoch, slab, (len(packed.header), packed.size, packed.size), wait)
+        if slab is None:
+            self._send_in_pieces(edge, epoch, packed)
             return
+        packed.copy_to(self._slabs[slab].address)
+        self._announce(edge, epoch, slab, (len(packed.header), packed.size, packed.size))
+
+    def _send_in_pieces(self, edge: Edge, epoch: int, packed: Packed) -> None:
+        """Send a packet through whatever slabs there are, one after the other."""
         whole = ctypes.create_string_buffer(packed.size)
         packed.copy_to(ctypes.addressof(whole))
         sent = 0
         while sent < packed.size:
             while not self._free:
-                self._reclaim(wait, what)
+                self._reclaim(edge)
             slab = self._free.pop()
             piece = min(packed.size - sent, self._slabs[slab].size)
-            address = ctypes.addressof(whole) + sent
-            ctypes.memmove(self._slabs[slab].address, address, piece)
-            self._announce(edge, epoch, slab, (len(packed.header), piece, packed.size), wait)
+            ctypes.memmove(self._slabs[slab].address, ctypes.addressof(whole) + sent, piece)
+            self._announce(edge, epoch, slab, (len(packed.header), piece, packed.size))
             sent += piece
 
     def _slab_for(self, size: int) -> int | None:
-        """Take a free slab that is large enough, or make one; None if there is no more memory."""
+        """Take a free slab that is large enough, or make one; None if there can be no more."""
         fitting = [slab for slab in self._free if self._slabs[slab].size >= size]
         if not fitting and self._used:
             self._take_back()
@@ -211,7 +233,7 @@ class _Outgoing:
             chosen = min(fitting, key=lambda slab: self._slabs[slab].size)
             self._free.remove(chosen)
             return chosen
-        if self._is_full:
+        if self._is_full or len(self._slabs) >= _MOST_SLABS:
             return None
         try:
             slab, file = Slab.create(whole_size(size))
@@ -229,20 +251,13 @@ class _Outgoing:
         self._member.post(key, slab.size, to=self._target, files=[file])
         return number
 
-    def _announce(
-        self,
-        edge: Edge,
-        epoch: int,
-        slab: int,
-        sizes: tuple[int, int, int],
-        wait: Callable[[int, int, str], None],
-    ) -> None:
+    def _announce(self, edge: Edge, epoch: int, slab: int, sizes: tuple[int, int, int]) -> None:
         record = _RECORD.pack(
             epoch, edge.source, edge.target, edge.letter.encode(), edge.microbatch, slab, *sizes
         )
         self._used += 1
         while not self._is_written(record, edge):
-            wait(self._records, select.POLLOUT, f"rank {self._target} to read what was sent")
+            self._wait(self._records, select.POLLOUT, f"rank {self._target} to read what was sent")
 
     def _is_written(self, record: bytes, edge: Edge) -> bool:
         try:
@@ -256,7 +271,7 @@ class _Outgoing:
     def _take_back(self) -> bool:
         """Note which slabs the receiver has freed; return whether there were any."""
         try:
-            data = os.read(self._freed, 64 * _FREED.size)
+            data = os.read(self._freed, _ALL)
         except BlockingIOError:
             return False
         freed = [slab for (slab,) in _FREED.iter_unpack(data)]
@@ -264,12 +279,13 @@ class _Outgoing:
         self._used -= len(freed)
         return bool(freed)
 
-    def _reclaim(self, wait: Callable[[int, int, str], None], what: str) -> None:
+    def _reclaim(self, edge: Edge) -> None:
         """Sleep until the receiver has freed something."""
         if not self._take_back():
-            wait(self._freed, select.POLLIN, what)
+            what = f"rank {self._target} to take what was sent before edge {edge}"
+            self._wait(self._freed, select.POLLIN, what)
             if not self._take_back():  # readable, and nothing there: the other end was closed
-                raise _gone(self._member, self._target, what)
+                raise _gone(self._member, self._target, edge)
 
     def close(self) -> None:
         for slab in self._slabs.values():
@@ -285,10 +301,11 @@ class _Incoming:
         self._member = member
         self._source = source
         self._generation = generation
-        size, (self.file, self._freed, slab) = member.lookup(f"channel {generation}", source)
+        size, (self.file, self._freed, slab) = member.lookup(_channel_key(generation), source)
         self._slabs = {0: _mapped(slab, size)}
         self._arrived: dict[tuple[Any, ...], Packet] = {}
         self._pieces: bytearray | None = None
+        os.set_blocking(self.file, False)
         self._poll = select.poll()
         self._poll.register(self.file, select.POLLIN)
         self._poll.register(member.wake_file, select.POLLIN)
@@ -296,22 +313,23 @@ class _Incoming:
     def wait_for(self, edge: Edge, epoch: int) -> Packet:
         """Return the packet of an edge; others that come before are kept."""
         wanted = (epoch, edge.source, edge.target, edge.letter.encode(), edge.microbatch)
-        packet = self._arrived.pop(wanted, None)
-        if packet is not None:
-            return packet
         slow: Slowness | None = None
-        while True:
-            slow = slow or Slowness(self._member, f"edge {edge} from rank {self._source}")
-            ready = self._poll.poll(slow.patience * 1000)
+        while wanted not in self._arrived:
             if self._member.failure is not None:
                 raise Aborted
-            if ready and self.take_in(edge) == wanted:
-                return self._arrived.pop(wanted)
+            if self.take_in(edge):
+                continue
+            slow = slow or Slowness(self._member, f"edge {edge} from rank {self._source}")
+            self._poll.poll(slow.patience * 1000)
             slow.note()
+        return self._arrived.pop(wanted)
 
-    def take_in(self, edge: Edge | None = None) -> tuple[Any, ...] | None:
-        """Copy out the next packet, or a piece of it; return which one is complete now."""
-        data = os.read(self.file, _RECORD.size)
+    def take_in(self, edge: Edge | None = None) -> bool:
+        """Copy out the next packet, or a piece of it; return whether there was any."""
+        try:
+            data = os.read(self.file, _RECORD.size)
+        except BlockingIOError:
+            return False
         if not data:
             raise _gone(self._member, self._source, edge)
         *key, number, header_size, size, whole = _RECORD.unpack(data)
@@ -331,16 +349,19 @@ class _Incoming:
                 self._pieces = None
         with suppress(BrokenPipeError):  # the sender has left after its last packet
             os.write(self._freed, _FREED.pack(number))
-        if packet is None:
-            return None
-        self._arrived[tuple(key)] = packet
-        return tuple(key)
+        if packet is not None:
+            self._arrived[tuple(key)] = packet
+        return True
 
     def close(self) -> None:
         for slab in self._slabs.values():
             slab.close()
         os.close(self.file)
         os.close(self._freed)
+
+
+def _channel_key(generation: int) -> str:
+    return f"channel {generation}"
 
 
 def _generation_of(key: str) -> int:

@@ -1,7 +1,7 @@
 """Memory that two processes share: nameless files in /dev/shm, handed over open.
 
 A file that never had a name cannot be left behind: it is gone with the last process that has it
-open, however that process ends.
+open or mapped, however that process ends.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ import ctypes
 import mmap
 import os
 import sys
+from functools import cache
+from typing import Any
+from weakref import finalize
 
 FOLDER = "/dev/shm"
 SMALLEST = 1 << 16
+_FAILED = ctypes.c_void_p(-1).value
 
 
 def can_share_memory() -> bool:
@@ -26,7 +30,7 @@ def whole_size(size: int) -> int:
 
 
 class Slab:
-    """A piece of shared memory, mapped.
+    """A piece of shared memory, mapped. The file may be closed; the mapping stays.
 
     Attributes:
         address: Where it begins in this process.
@@ -35,9 +39,11 @@ class Slab:
 
     def __init__(self, file: int, size: int) -> None:
         self.size = size
-        self._map = mmap.mmap(file, size)
-        self._view = ctypes.c_char.from_buffer(self._map)
-        self.address = ctypes.addressof(self._view)
+        self.address = _map(file, size)
+        # A slab that is dropped without close() is unmapped too, but not at the end of the
+        # interpreter: somebody may still be copying.
+        self._unmap = finalize(self, _libc().munmap, self.address, size)
+        self._unmap.atexit = False
 
     @classmethod
     def create(cls, size: int) -> tuple[Slab, int]:
@@ -57,5 +63,31 @@ class Slab:
 
     def close(self) -> None:
         """Unmap it; the memory is freed once the other side has done so too."""
-        del self._view
-        self._map.close()
+        self._unmap()
+
+
+def _map(file: int, size: int) -> int:
+    """Map a file; Python's own mmap would keep a copy of the file open for every slab."""
+    address: int | None = _libc().mmap(
+        None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0
+    )
+    if address is None or address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return address
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    )
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return libc

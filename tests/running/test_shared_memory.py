@@ -1,0 +1,386 @@
+"""Packets in shared memory: exact, whatever their kind and size, and with little memory too."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import stageline as sl
+from stageline.errors import ConfigError, PipeError
+from stageline.running.boundary import Packet, leave
+from stageline.running.transports.base import Edge, Endpoint
+from stageline.running.transports.slabs import SMALLEST, Slab, can_share_memory
+from tests.running.party import SharedParty, shared_party
+from tests.running.scenarios import (
+    SCENARIOS,
+    a_send_does_not_wait_for_its_receiver,
+    edge,
+    many_packets_through_a_window,
+)
+
+pytestmark = pytest.mark.skipif(not can_share_memory(), reason="this system has no /dev/shm")
+
+Create = Callable[[int], tuple[Slab, int]]
+
+
+@pytest.fixture
+def party(monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedParty]:
+    with shared_party(monkeypatch) as party:
+        yield party
+
+
+class Memory:
+    """Counts the slabs that are made, and has room for only so many."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[int] = []
+        self.room: int | None = None
+        real: Create = Slab.create
+
+        def create(size: int) -> tuple[Slab, int]:
+            if self.room is not None and len(self.made) >= self.room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self.made.append(size)
+            return real(size)
+
+        monkeypatch.setattr(Slab, "create", create)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    return Memory(monkeypatch)
+
+
+def there(value: Any, party: SharedParty) -> Any:
+    """Send a value from rank 0 to rank 1."""
+
+    def story(rank: int, endpoint: Endpoint) -> Any:
+        if rank == 0:
+            return endpoint.send(edge(0), leave(value)[0])
+        return endpoint.receive(edge(0)).wait().value()
+
+    return party.run(story)[1]
+
+
+def same(got: Tensor, wanted: Tensor) -> bool:
+    if wanted.is_conj() or wanted.is_neg():
+        wanted = wanted.resolve_conj().resolve_neg()
+    alike = got.dtype is wanted.dtype and got.shape == wanted.shape
+    if wanted.numel():
+        alike = alike and got.data_ptr() % 64 == wanted.data_ptr() % 64
+    bits = [one.contiguous().flatten().view(torch.uint8) for one in (got, wanted)]
+    return alike and got.stride() == wanted.stride() and torch.equal(*bits)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_contract(name: str, party: SharedParty) -> None:
+    assert party.run(SCENARIOS[name]) == [[], []]
+
+
+DTYPES = sorted(
+    {
+        str(dtype).removeprefix("torch."): dtype
+        for dtype in vars(torch).values()
+        if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.q", "torch.bits"))
+    }.items()
+)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_every_dtype_arrives(party: SharedParty) -> None:
+    """To the bit: the bytes are arbitrary, so that nan, denormals and odd bools are among them."""
+    sent = {}
+    for name, dtype in DTYPES:
+        raw = torch.randint(0, 256, (48 * 16,), dtype=torch.uint8)
+        try:
+            sent[name] = (raw % 2 if dtype is torch.bool else raw).view(dtype)
+        except RuntimeError:  # 1 to 7 bits: torch itself can do nothing with them yet
+            assert name.startswith(("int", "uint"))
+    assert len(sent) >= 20
+
+    def story(rank: int, endpoint: Endpoint) -> list[str]:
+        wrong = []
+        for index, (name, tensor) in enumerate(sent.items()):
+            if rank == 0:
+                endpoint.send(edge(index), leave(tensor)[0])
+            elif not same(endpoint.receive(edge(index)).wait().value(), tensor):
+                wrong.append(name)
+        return wrong
+
+    assert party.run(story) == [[], []]
+
+
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "a number": lambda: torch.tensor(2.5),
+    "empty": lambda: torch.zeros(0, 3),
+    "empty in the middle": lambda: torch.zeros(4, 0, 3).transpose(0, 2),
+    "one element": lambda: torch.randn(1, 1, 1),
+    "channels_last": lambda: torch.randn(2, 3, 5, 7).to(memory_format=torch.channels_last),
+    "channels_last of one": lambda: torch.randn(1, 1, 5, 7).to(memory_format=torch.channels_last),
+    "channels_last_3d": lambda: torch.randn(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d),
+    "expanded": lambda: torch.randn(5, 1, 3).expand(5, 400, 3),
+    "expanded from one": lambda: torch.tensor(1.5).expand(300, 300),
+    "misaligned": lambda: torch.randn(4001)[1:],
+    "misaligned half": lambda: torch.randn(4001).half()[3:],
+    "every other column": lambda: torch.randn(40, 60)[:, ::2],
+    "transposed": lambda: torch.randn(300, 200).t(),
+    "conjugate": lambda: torch.randn(30, 20, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.randn(30, dtype=torch.complex64).conj().imag,
+    "a page and a byte": lambda: torch.zeros(4097, dtype=torch.uint8),
+    "three megabytes": lambda: torch.randn(3, 1 << 18),
+}
+
+
+@pytest.mark.parametrize("what", LAYOUTS)
+def test_layouts_arrive_as_they_were(what: str, party: SharedParty) -> None:
+    torch.manual_seed(0)
+    tensor = LAYOUTS[what]()
+    assert same(there(tensor, party), tensor)
+
+
+def test_trees_with_holes_and_several_tensors(party: SharedParty) -> None:
+    x = torch.randn(7, 3)
+    value = {"a": [x, None, {"b": (x.t(), 3, "ü")}], "c": x, "d": torch.zeros(0), "e": 0.1}
+    got = there(value, party)
+    assert got["a"][1] is None
+    assert got["c"] is got["a"][0]
+    assert same(got["c"], x)
+    assert same(got["a"][2]["b"][0], x.t())
+    assert got["a"][2]["b"][1:] == (3, "ü")
+    assert (got["d"].shape, got["e"]) == ((0,), 0.1)
+
+
+def test_a_packet_is_a_copy_that_later_packets_do_not_change(party: SharedParty) -> None:
+    """A slab that was read in place, and reused before its backward, gave a wrong gradient."""
+
+    def story(rank: int, endpoint: Endpoint) -> list[float]:
+        if rank == 0:
+            for index in range(20):
+                endpoint.send(edge(index), leave(torch.full((500,), float(index)))[0])
+            return []
+        kept = [endpoint.receive(edge(index)).wait().value() for index in range(20)]
+        return [tensor.sum().item() / 500 for tensor in kept]
+
+    assert party.run(story)[1] == list(range(20))
+
+
+def test_thousands_of_packets_in_both_directions(party: SharedParty) -> None:
+    def story(rank: int, endpoint: Endpoint) -> int:
+        right, other = 0, 1 - rank
+        for start in range(0, 4000, 8):
+            for index in range(start, start + 8):
+                endpoint.send(edge(index, source=rank), Packet([torch.tensor([index, rank])]))
+            for index in range(start, start + 8):
+                got = endpoint.receive(edge(index, source=other)).wait().leaves[0]
+                right += got.tolist() == [index, other]
+        return right
+
+    assert party.run(story) == [4000, 4000]
+
+
+def test_more_records_than_a_pipe_holds(party: SharedParty) -> None:
+    """The sender goes on when the receiver reads; it must not lose or reorder what waits."""
+
+    def story(rank: int, endpoint: Endpoint) -> list[int]:
+        if rank == 0:
+            for index in range(2500):
+                endpoint.send(edge(index), Packet([index]))
+            return []
+        return [endpoint.receive(edge(index)).wait().leaves[0] for index in range(2500)]
+
+    assert party.run(story)[1] == list(range(2500))
+
+
+def sends_first(rank: int, endpoint: Endpoint) -> list[bool]:
+    """Both ranks send four megabytes each before either receives: memory must be taken in turns."""
+    own = [torch.full((1 << 18,), float(10 * rank + index)) for index in range(4)]
+    for index, tensor in enumerate(own):
+        endpoint.send(edge(index, source=rank), leave(tensor)[0])
+    got = [endpoint.receive(edge(index, source=1 - rank)).wait().value() for index in range(4)]
+    return [
+        same(one, torch.full((1 << 18,), float(10 * (1 - rank) + i))) for i, one in enumerate(got)
+    ]
+
+
+@pytest.mark.parametrize("room", [None, 2, 3, 4])
+def test_two_full_directions_do_not_block_each_other(
+    room: int | None, party: SharedParty, memory: Memory
+) -> None:
+    """With no more memory, and before the first receive, both ranks waited for each other for ever.
+
+    A rank took in only what came through channels that it had already received from.
+    """
+    for rank in (0, 1):
+        party.transports[rank].prepare(1 - rank)
+    memory.room = room
+    assert party.run(sends_first) == [[True] * 4] * 2
+    assert party.run(sends_first, epoch=1) == [[True] * 4] * 2
+
+
+@pytest.mark.parametrize("room", [1, 2, 5])
+@pytest.mark.parametrize("name", ["tensors_arrive_as_they_were", "trees_arrive_as_they_were"])
+def test_packets_travel_in_pieces_when_no_more_memory_can_be_had(
+    name: str, room: int, party: SharedParty, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory.room = room
+    with caplog.at_level(logging.WARNING, "stageline"):
+        assert party.run(SCENARIOS[name]) == [[], []]
+        assert party.run(SCENARIOS[name], epoch=1) == [[], []]
+    told = [record.getMessage() for record in caplog.records if "pieces" in record.getMessage()]
+    if name.startswith("tensors") and room < 5:
+        assert len(told) == 1
+        assert "/dev/shm" in told[0]
+
+
+def test_windows_and_pieces_go_together(party: SharedParty, memory: Memory) -> None:
+    memory.room = 1
+
+    def story(rank: int, endpoint: Endpoint) -> list[float]:
+        if rank == 0:
+            for index in range(6):
+                endpoint.send(edge(index), leave(torch.full((50_000,), float(index)))[0])
+            return []
+        got = [endpoint.receive(edge(index)).wait().value() for index in range(6)]
+        return [tensor.sum().item() / 50_000 for tensor in got]
+
+    assert party.run(story, window=2)[1] == list(range(6))
+    assert party.run(many_packets_through_a_window, epoch=1, window=2) == [[], []]
+
+
+def test_a_rank_that_waits_takes_in_no_more_than_its_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that waited for room towards a slow one took in all that came from the one before.
+
+    So a forward-only run kept as many packets as the last rank was behind, in the middle.
+    """
+    sent: list[int] = []
+    ahead: list[int] = []
+
+    def story(rank: int, endpoint: Endpoint) -> None:
+        for index in range(40):
+            come = Edge(rank - 1, rank, "F", index, rank - 1, rank)
+            if rank == 2 and not ahead:
+                time.sleep(0.3)  # all that may come has come
+                ahead.append(len(sent))
+            packet = endpoint.receive(come).wait() if rank else Packet([torch.zeros(9)])
+            if rank < 2:
+                endpoint.send(Edge(rank, rank + 1, "F", index, rank, rank + 1), packet)
+            if rank == 0:
+                sent.append(index)
+
+    with shared_party(monkeypatch, 3) as party:
+        party.run(story, window=2)
+    assert ahead[0] <= 2 + 1 + 2  # under way, in the hand of rank 1, under way
+
+
+def test_a_channel_without_any_memory_is_an_error_that_says_what_to_do(
+    party: SharedParty, memory: Memory
+) -> None:
+    """Only channels between neighbours are made ahead; for others there may be no memory left."""
+    memory.room = 0
+    with pytest.raises(
+        PipeError, match=r"rank 0 has no shared memory for its channel to rank 1"
+    ) as caught:
+        party.transports[0].open(epoch=0, window=None).send(edge(0), Packet([1]))
+    assert "/dev/shm" in str(caught.value)
+    assert "transport='process-group'" in str(caught.value)
+
+
+def k_under_way(k: int) -> Callable[[int, Endpoint], None]:
+    def story(rank: int, endpoint: Endpoint) -> None:
+        if rank == 0:
+            for index in range(k):
+                endpoint.send(edge(index), leave(torch.zeros(1000))[0])
+            endpoint.receive(edge(0, source=1, letter="B")).wait()
+            return
+        receipts = [endpoint.receive(edge(index)) for index in range(k)]
+        for receipt in receipts:
+            receipt.wait()
+        endpoint.send(edge(0, source=1, letter="B"), Packet([torch.zeros(1)]))
+
+    return story
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_slabs_are_as_many_as_packets_under_way_and_are_used_again(
+    party: SharedParty, memory: Memory
+) -> None:
+    before = open_files()
+    for epoch in range(200):
+        party.run(k_under_way(5), epoch=epoch)
+    assert len(memory.made) <= 5 + 1  # and one for the way back
+    assert open_files() <= before + 8  # two pipes for each of two channels, in one process
+
+
+def test_slabs_of_all_sizes_are_used_again(party: SharedParty, memory: Memory) -> None:
+    """Sequence lengths that come and go make no new slabs once each was there."""
+
+    def story(rank: int, endpoint: Endpoint) -> None:
+        for index, size in enumerate((100, 30_000, 100_000, 7, 60_000)):
+            if rank == 0:
+                endpoint.send(edge(index), leave(torch.zeros(size))[0])
+                endpoint.receive(edge(index, source=1, letter="B")).wait()
+            else:
+                endpoint.receive(edge(index)).wait()
+                endpoint.send(edge(index, source=1, letter="B"), Packet([torch.zeros(1)]))
+
+    party.run(story)
+    made = len(memory.made)
+    for epoch in range(1, 30):
+        party.run(story, epoch=epoch)
+    assert len(memory.made) == made
+
+
+def test_many_slabs_need_few_files(party: SharedParty, memory: Memory) -> None:
+    """Each slab kept a file open on both sides: GPipe with 600 microbatches ran out of them."""
+    before = open_files()
+
+    def story(rank: int, endpoint: Endpoint) -> None:
+        if rank == 0:
+            for index in range(300):
+                endpoint.send(edge(index), leave(torch.zeros(10))[0])
+            endpoint.send(edge(300), leave(torch.zeros(10))[0])
+        else:
+            endpoint.receive(edge(300)).wait()
+
+    party.run(story)
+    assert open_files() <= before + 10
+    assert len(memory.made) <= 128
+
+
+def test_channels_are_made_anew_after_a_failed_call(party: SharedParty, memory: Memory) -> None:
+    before = open_files()
+    for epoch in range(5):
+        party.run(k_under_way(3), epoch=epoch)
+        for transport in party.transports:
+            transport.reset()
+    while open_files() > before:  # the thread that passes them on closes its own in a moment
+        time.sleep(0.01)
+
+
+def test_nothing_has_a_name(party: SharedParty, memory: Memory) -> None:
+    party.run(a_send_does_not_wait_for_its_receiver)
+    with open("/proc/self/maps") as maps:
+        mapped = [line for line in maps if "/dev/shm/" in line]
+    assert mapped
+    assert all(line.rstrip().endswith("(deleted)") for line in mapped)
+    assert memory.made == [SMALLEST] * len(memory.made)
+
+
+def test_alone_in_a_process_it_cannot_be_asked_for() -> None:
+    with pytest.raises(
+        ConfigError, match=r"transport='shared-memory': this process is alone: start"
+    ):
+        sl.Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2)), split=1, transport="shared-memory")
