@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+import stageline as sl
 from stageline.testing import RankPool
-from tests.running.faults import MICROBATCHES, Fault, Outcome, campaign, fail_again_and_again
+from tests.running.faults import MICROBATCHES, Bench, Fault, Outcome, campaign, fail_again_and_again
 
 pytestmark = pytest.mark.processes
 
@@ -147,3 +148,25 @@ def test_nothing_piles_up(transport: str, where: str, two_ranks: RankPool) -> No
         assert wrong == []
         for early, late in zip(zip(*counts[:5]), zip(*counts[-5:])):  # of threads, of files
             assert min(late) <= max(early) + 2, counts
+
+
+def _hook_on_one_rank(rank: int, transport: str) -> tuple[str, list[str]]:
+    bench = Bench(rank, 2, tied=True, transport=transport)
+    weight = bench.stages[0].linear.weight
+    handle = weight.register_hook(lambda gradient: gradient) if rank == 1 else None
+    with pytest.raises(sl.PipeError) as caught:
+        bench.call()
+    if handle is not None:
+        handle.remove()
+    wrong = bench.what_is_wrong()
+    bench.pipe.close()
+    return f"{type(caught.value).__name__}: {caught.value}", wrong
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_is_refused_on_one_rank_fails_on_all(transport: str, two_ranks: RankPool) -> None:
+    """It was refused before the step was counted: the other rank waited for ever."""
+    first, second = two_ranks.run(_hook_on_one_rank, transport, timeout=30)
+    assert first == (f"PeerError: rank 1 failed in a training step: {second[0][11:]}", [])
+    assert second[0].startswith("PipeError: 0.linear.weight is used by stages of several ranks")
+    assert second[1] == []
