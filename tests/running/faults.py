@@ -314,15 +314,23 @@ def campaign(
     return outcomes
 
 
-def held() -> tuple[list[str], int]:
-    """Return the threads and the number of open files of this process."""
-    return sorted(_thread_names()), len(os.listdir("/proc/self/fd"))
+def held() -> tuple[int, int]:
+    """Return the number of threads and of open files of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
-def _thread_names() -> Iterator[str]:
-    for task in os.listdir("/proc/self/task"):
-        try:
-            with open(f"/proc/self/task/{task}/comm") as file:
-                yield file.read().strip()
-        except OSError:  # it has just ended
-            continue
+def fail_again_and_again(
+    rank: int, size: int, faults: Sequence[Fault], times: int, settings: dict[str, Any]
+) -> tuple[list[tuple[int, int]], list[str]]:
+    """Fail many times, without a step that works in between; return what was held on the way."""
+    bench = Bench(rank, size, **settings)
+    bench.what_is_wrong()
+    counts = []
+    for _ in range(times):
+        for fault in faults:
+            bench.suffer(fault)
+        counts.append(held())
+    wrong = bench.what_is_wrong()
+    counts.append(held())
+    bench.pipe.close()
+    return counts, wrong

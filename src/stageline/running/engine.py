@@ -91,8 +91,8 @@ class Engine:
             )
         purpose = Purpose.TRAIN if trains else Purpose.EVALUATE
         with self._call():
-            self.ties.refresh()
             batch = self._cut(args, kwargs, target, purpose)
+            self.ties.refresh()
             states = self._states(batch, purpose, self.loss_rule)
             with self.undo.on_failure(purpose):
                 self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
@@ -111,8 +111,8 @@ class Engine:
         """Return the outputs of the whole batch; no graph is built."""
         purpose = Purpose.INFER
         with self._call():
-            self.ties.refresh()
             batch = self._cut(args, kwargs, None, purpose)
+            self.ties.refresh()
             states = self._states(batch, purpose, None)
             self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
             outputs = self._outputs(states.get(self._last_rank), batch)
@@ -126,8 +126,8 @@ class Engine:
         """Run all forwards and keep their graphs, for a backward that comes later."""
         purpose = Purpose.DIFFERENTIATE
         with self._call():
-            self.ties.refresh()
             batch = self._cut(args, kwargs, None, purpose)
+            self.ties.refresh()
             states = self._states(batch, purpose, None)
             rows = [halves(row) for row in self.timetable.rows(batch.count, purpose)]
             self._run([forward for forward, _ in rows], states, observer, purpose)

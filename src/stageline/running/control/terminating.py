@@ -1,7 +1,7 @@
 """SIGTERM: last words, then the end that the signal asks for.
 
 Python calls a handler only between two of its instructions: not while the main thread waits in
-gloo, or computes. But the file that it writes the number of a signal to is written at once, and a
+gloo, or computes. But the file to which it writes the numbers of signals is written at once, and a
 thread of ours reads it.
 """
 
@@ -22,38 +22,47 @@ def watch(last_words: Callable[[], None]) -> None:
 
     Does nothing where somebody else looks after the signal. For the main thread.
     """
-    if signal.getsignal(_NUMBER) is not signal.SIG_DFL:
-        return
-    ours, theirs = os.pipe()
-    os.set_blocking(theirs, False)
-    process = os.getpid()
-    somebodys = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
-    is_taken = somebodys != -1
-    if is_taken:  # asyncio's, say
-        signal.set_wakeup_fd(somebodys)
+    if signal.getsignal(_NUMBER) is signal.SIG_DFL:
+        _Watch(last_words)
 
-    def handle(number: int, frame: Any) -> None:
-        if is_taken:
-            last_words()
-        if is_taken or os.getpid() != process:
+
+class _Watch:
+    def __init__(self, last_words: Callable[[], None]) -> None:
+        self._last_words = last_words
+        self._process = os.getpid()
+        signal.signal(_NUMBER, self._handle)
+        self._file, end = os.pipe()
+        os.set_blocking(end, False)
+        somebodys = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
+        self._has_thread = somebodys == -1
+        if self._has_thread:
+            os.register_at_fork(after_in_child=self._leave_alone)
+            threading.Thread(target=self._listen, name="stageline-signals", daemon=True).start()
+        else:  # asyncio's, say: the handler must do
+            signal.set_wakeup_fd(somebodys)
+
+    @property
+    def _is_in_charge(self) -> bool:
+        return signal.getsignal(_NUMBER) == self._handle
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:
             _end()
-        # Else the thread below has been woken by the same signal.
+        elif not self._has_thread:  # else that was woken by the same signal
+            self._last_words()
+            _end()
 
-    def listen() -> None:
-        while received := os.read(ours, 64):
-            if _NUMBER in received and signal.getsignal(_NUMBER) is handle:
-                last_words()
+    def _listen(self) -> None:
+        while received := os.read(self._file, 64):
+            if _NUMBER in received and self._is_in_charge:
+                self._last_words()
                 _end()
 
-    def in_child() -> None:
-        if signal.getsignal(_NUMBER) is handle:
+    def _leave_alone(self) -> None:
+        """In a child process, which has no such thread, and whose signals are its own."""
+        if self._is_in_charge:
             signal.set_wakeup_fd(-1)
             signal.signal(_NUMBER, signal.SIG_DFL)
-
-    signal.signal(_NUMBER, handle)
-    if not is_taken:
-        os.register_at_fork(after_in_child=in_child)
-        threading.Thread(target=listen, name="stageline-signals", daemon=True).start()
 
 
 def _end() -> None:

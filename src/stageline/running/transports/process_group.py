@@ -38,6 +38,7 @@ _ABORT_TAG = len(LETTERS)
 _FIRST_BODY_TAG = 16
 _BODY_TAGS = 1 << 16  # far more than can be under way at once
 _FOREVER = timedelta(days=365)  # the control plane ends a wait, not a clock
+_READY = "ready to connect"
 _AT_ONCE = timedelta(milliseconds=1)
 _SLICE = 0.05  # seconds
 _GRACE = 2.0  # seconds in which the control plane says why a peer is gone
@@ -85,6 +86,12 @@ class ProcessGroupTransport(ProcessTransport):
 
     def _connect(self) -> Any:
         """Connect to all other ranks; they do the same at the same call."""
+        # gloo cannot be told to give up: begin when all ranks are here, and none has failed before.
+        ready = f"{_READY} {self._generation}"
+        self.member.post(ready)
+        for rank in range(self.member.num_ranks):
+            if rank != self.rank:
+                self.member.lookup(ready, rank)
         made: SimpleQueue[Any] = SimpleQueue()
         store = PrefixStore(f"gloo/{self._generation}", self.member.store)
         timeout = timedelta(seconds=self.member.timeout)
@@ -185,6 +192,7 @@ class ProcessGroupTransport(ProcessTransport):
     def reset(self) -> None:
         with self._changing:
             self._group = self._epoch = None
+        self.member.forget_posts(lambda key: key == f"{_READY} {self._generation}")
         self._generation += 1
         self._sent.clear()
         self._expected.clear()
