@@ -111,20 +111,25 @@ def _flatten(value: Any) -> Packet:
             repeats.append((index, first[id(leaf)]))
     for position, _ in repeats:
         leaves[position] = None
-    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    overlaps = [
-        index
-        for index in tensors
-        if any(index != other and _share_memory(leaves[index], leaves[other]) for other in tensors)
-    ]
+    places: dict[int, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            places.setdefault(_address(leaf) or id(leaf), []).append(index)
+    overlaps = sorted(index for same in places.values() if len(same) > 1 for index in same)
     return Packet(leaves, spec, (), repeats, overlaps)
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
-    if one.layout is not torch.strided or other.layout is not torch.strided:
-        return False
-    address: int = one.untyped_storage().data_ptr()
-    return address != 0 and address == other.untyped_storage().data_ptr()
+    address = _address(one)
+    return address != 0 and address == _address(other)
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where the memory of a tensor begins; 0 if it has none that could be shared."""
+    if tensor.layout is not torch.strided:
+        return 0
+    address: int = tensor.untyped_storage().data_ptr()
+    return address
 
 
 def _refuse_hidden_tensors(leaf: Any) -> None:
