@@ -29,6 +29,9 @@ from stageline.running.transports.base import Aborted, Edge, Endpoint, ProcessTr
 from stageline.scheduling import Schedule
 
 
+_GRACE = 2.0  # seconds in which the hub says whether a call has failed, or was over before
+
+
 class ProcessRunner(Runner):
     """This process is one rank; the others are elsewhere.
 
@@ -132,6 +135,8 @@ class ProcessRunner(Runner):
             member.fail(told)
             if isinstance(error, StagelineError):
                 error.failure = told
+            if member.is_committed(_GRACE):  # too late: the others go on, over the same channels
+                return error
         elif isinstance(error, Aborted):
             assert member.failure is not None
             error = member.failure.error()
