@@ -139,7 +139,8 @@ class Pipeline:
             observer=observer,
         )
         example = Example(example_args, example_kwargs, balance, memory_limit, ranks)
-        builders = Builders(settings.join(settings.world()))
+        asked = {"split": repr(split), "balance": balance, "memory_limit": str(memory_limit)}
+        builders = Builders(settings.join(settings.world()), asked)
         with builders.together():
             if plan is not None:
                 cut, faults = _planned(plan, model, split, example)

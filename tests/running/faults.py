@@ -88,7 +88,7 @@ class Fault:
     def action(self) -> str:
         """The action that raises, where stages and ranks coincide."""
         if self.where == "send":
-            return f"{self.rank}SF{self.microbatch}"
+            return f"{self.rank}F{self.microbatch}>{self.rank + 1}"
         letter = "B" if self.where == "backward" else "F"
         return f"{self.rank}{letter}{self.microbatch}"
 

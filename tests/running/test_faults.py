@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 import stageline as sl
+from stageline.running.control import Member
 from stageline.testing import RankPool
 from tests.running.faults import MICROBATCHES, Bench, Fault, Outcome, campaign, fail_again_and_again
 
@@ -117,6 +122,53 @@ def note_delays(
             file.write("\n")
 
 
+# Every rank, microbatch, place, kind of error and call at least once over each transport.
+FOR_TWO = [
+    Fault("forward", 0, 0),
+    Fault("forward", 1, 3, "unprintable"),
+    Fault("backward", 1, 0, "exit"),
+    Fault("backward", 0, 3),
+    Fault("loss", 1, 2),
+    Fault("loss", 1, 1, mode="evaluate"),
+    Fault("send", 0, 1),
+    Fault("look", 1),
+    Fault("look", 0, mode="infer"),
+    Fault("forward", 1, 2, "interrupt"),
+    Fault("forward", 0, 2, "long", mode="evaluate"),
+    Fault("forward", 1, 1, mode="infer"),
+    Fault("forward", 0, 1, "unpicklable", also=1),
+]
+FOR_FOUR = [
+    Fault("forward", 2, 1),
+    Fault("backward", 1, 2, "surrogate"),
+    Fault("backward", 3, 0),
+    Fault("loss", 3, 3, "empty"),
+    Fault("send", 2, 0),
+    Fault("look", 2, mode="evaluate"),
+    Fault("forward", 3, 0, mode="infer"),
+    Fault("backward", 0, 1, "interrupt"),
+    Fault("backward", 3, 2, also=1),
+]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_faults_of_two_ranks(transport: str, two_ranks: RankPool) -> None:
+    run(two_ranks, FOR_TWO[::2], transport=transport, schedule="1f1b")
+    run(two_ranks, FOR_TWO[1::2], transport=transport, schedule="gpipe")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_faults_of_four_ranks(transport: str, four_ranks: RankPool) -> None:
+    run(four_ranks, FOR_FOUR, transport=transport, schedule="1f1b")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_faults_where_tied_gradients_are_added(transport: str, four_ranks: RankPool) -> None:
+    """Ranks 0 and 3 share a weight; the others have no part in the sum, and are told as well."""
+    faults = [Fault("tied", 0), Fault("tied", 3), Fault("backward", 0, 3), Fault("forward", 2, 2)]
+    run(four_ranks, faults, transport=transport, tied=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -170,3 +222,74 @@ def test_what_is_refused_on_one_rank_fails_on_all(transport: str, two_ranks: Ran
     assert first == (f"PeerError: rank 1 failed in a training step: {second[0][11:]}", [])
     assert second[0].startswith("PipeError: 0.linear.weight is used by stages of several ranks")
     assert second[1] == []
+
+
+DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
+    "code": (
+        {"width": 5},
+        "the parameters: 1.weight is float32 (4, 4) on rank 0 and float32 (5, 4)",
+    ),
+    "split": ({"split": [2, 1]}, "the arguments: split is [1, 2] on rank 0 and [2, 1] on rank 1"),
+    "schedule": ({"schedule": "gpipe"}, "differ in the schedule: the row of rank"),
+    "microbatches": (
+        {"num_microbatches": 3},
+        "the number of microbatches: it is 4 on rank 0 and 3 on rank 1",
+    ),
+    "seed": ({"seed": 5}, "rank 1 has another seed than rank 0: torch.manual_seed was called with"),
+    "batch": ({"batch_seed": 5}, "rank 1 was given another batch than rank 0: args[0] is [1.84"),
+}
+
+
+def _differs(rank: int, transport: str, said: dict[str, Any]) -> tuple[str, float]:
+    """Build and run a pipeline; return what was raised, and when."""
+    given = {"width": 4, "seed": 0, "split": [1, 2], "batch_seed": 1, "num_microbatches": 4}
+    given |= {"schedule": "1f1b", **(said if rank == 1 else {})}
+    width, seed, batch_seed = given.pop("width"), given.pop("seed"), given.pop("batch_seed")
+    torch.manual_seed(seed)
+    layers = [nn.Linear(4, 4), nn.Linear(4, width), nn.Linear(width, 4)]
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(batch_seed))
+    with pytest.raises(sl.PeerError) as caught:
+        pipe = sl.Pipeline(
+            nn.Sequential(*layers), loss_fn=F.mse_loss, transport=transport, timeout=20, **given
+        )
+        pipe.step(x, target=x)
+    return str(caught.value), time.monotonic()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_ranks_that_differ_are_told_in_what(what: str, transport: str, two_ranks: RankPool) -> None:
+    said, wanted = DIFFERENCES[what]
+    (first, _), (second, _) = two_ranks.run(_differs, transport, said, timeout=30)
+    assert first == second
+    assert wanted in first
+
+
+def _interrupted_after_the_end(rank: int, transport: str) -> tuple[str, list[str]]:
+    bench = Bench(rank, 2, transport=transport)
+
+    finish = Member.finish
+
+    def interrupted(member: Member, value: Any) -> Any:
+        finish(member, value)
+        raise KeyboardInterrupt
+
+    raised = ""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(Member, "finish", interrupted)
+        try:
+            bench.call()
+        except KeyboardInterrupt:
+            raised = "interrupt"
+    bench.pipe.zero_grad()
+    wrong = bench.what_is_wrong()
+    bench.pipe.close()
+    return raised, wrong
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_interrupt_when_a_call_is_over_for_all(transport: str, two_ranks: RankPool) -> None:
+    """Channels were made anew on the rank that was interrupted, and by nobody else."""
+    answers = two_ranks.run(_interrupted_after_the_end, transport, timeout=20)
+    assert answers == [("interrupt", []), ("", [])]

@@ -37,11 +37,13 @@ class Builders:
 
     Args:
         member: This rank's side of the control plane; None if all ranks live in this process.
+        asked: What the user has asked for. Rank 0 decides, and nobody shall be overruled silently.
     """
 
-    def __init__(self, member: Member | None) -> None:
+    def __init__(self, member: Member | None, asked: Facts | None = None) -> None:
         self.member = member
         self.seed = torch.initial_seed()
+        self._asked = asked or {}
         self._has_told = False
 
     @contextmanager
@@ -100,6 +102,7 @@ class Builders:
         assert member is not None
         if member.rank == 0:
             self._tell(None)  # somebody may wait for cuts that nobody makes
+        facts = {"the arguments": self._asked, **facts}
         member.details = facts
         digests = {what: digest(fact) for what, fact in facts.items()}
         member.begin({SEED: told_seed(), DIGESTS: digests})

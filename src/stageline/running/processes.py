@@ -28,7 +28,7 @@ from stageline.running.timetable import Purpose
 from stageline.running.transports.base import Aborted, Edge, Endpoint, ProcessTransport
 from stageline.scheduling import Schedule
 
-_GRACE = 2.0  # seconds in which the hub says which failure was the first
+_GRACE = 2.0  # seconds in which the hub says which failure was the first, or that all was over
 
 
 class ProcessRunner(Runner):
@@ -141,6 +141,8 @@ class ProcessRunner(Runner):
         self._is_begun = False
         self._endpoint = None
         told = None if isinstance(error, Aborted) else self._tell(error)
+        if told is not None and self._member.is_committed(_GRACE):
+            return error  # too late: the others go on, over the same channels
         failure = self._member.await_failure(_GRACE)
         self._transport.reset()
         if failure is None or failure == told or not _gives_way(error):

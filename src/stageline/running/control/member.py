@@ -111,6 +111,11 @@ class Member:
         with suppress(OSError, PipeError):
             self._send({"kind": "fail", "failure": failure.to_json()})
 
+    def is_committed(self, seconds: float) -> bool:
+        """Wait a little for the hub's word on the call: whether it is over, for all ranks."""
+        self._await(lambda: self.epoch in self._commits or self.failure is not None, seconds)
+        return self.epoch in self._commits
+
     @property
     def failure(self) -> Failure | None:
         """What has ended the call that runs; None if nothing has."""
@@ -164,11 +169,14 @@ class Member:
 
     def await_failure(self, seconds: float) -> Failure | None:
         """Wait a little for the reason of something that looks as if a peer had gone."""
+        self._await(lambda: self.failure is not None, seconds)
+        return self.failure
+
+    def _await(self, is_so: Callable[[], bool], seconds: float) -> None:
         end = time.monotonic() + seconds
         with self._changed:
-            while self.failure is None and (left := end - time.monotonic()) > 0:
+            while not is_so() and (left := end - time.monotonic()) > 0:
                 self._changed.wait(left)
-            return self.failure
 
     def what_others_do(self) -> str:
         """Return what other ranks said they are at, for people."""
