@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
@@ -13,16 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import stageline as sl
-from stageline.errors import ConfigError, PipeError
+from stageline.errors import PipeError
 from stageline.running.boundary import Packet, leave
-from stageline.running.building import Builders
-from stageline.running.control import Member
-from stageline.running.transports.base import Edge, Endpoint, ProcessTransport
-from stageline.running.transports.process_group import ProcessGroupTransport
-from stageline.running.transports.shared_memory import SharedMemoryTransport
-from stageline.running.transports.slabs import SMALLEST, Slab, can_share_memory
-from tests.running.party import SharedParty, members, shared_party, together
+from stageline.running.transports.base import Edge, Endpoint
+from stageline.running.transports.slabs import SMALLEST, can_share_memory
+from tests.running.party import Memory, SharedParty, shared_party
 from tests.running.scenarios import (
     SCENARIOS,
     a_send_does_not_wait_for_its_receiver,
@@ -32,30 +26,11 @@ from tests.running.scenarios import (
 
 pytestmark = pytest.mark.skipif(not can_share_memory(), reason="this system has no /dev/shm")
 
-Create = Callable[[int], tuple[Slab, int]]
-
 
 @pytest.fixture
 def party(monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedParty]:
     with shared_party(monkeypatch) as party:
         yield party
-
-
-class Memory:
-    """Counts the slabs that are made, and has room for only so many."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made: list[int] = []
-        self.room: int | None = None
-        real: Create = Slab.create
-
-        def create(size: int) -> tuple[Slab, int]:
-            if self.room is not None and len(self.made) >= self.room:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            self.made.append(size)
-            return real(size)
-
-        monkeypatch.setattr(Slab, "create", create)
 
 
 @pytest.fixture
@@ -381,63 +356,3 @@ def test_nothing_has_a_name(party: SharedParty, memory: Memory) -> None:
     assert mapped
     assert all(line.rstrip().endswith("(deleted)") for line in mapped)
     assert memory.made == [SMALLEST] * len(memory.made)
-
-
-def test_alone_in_a_process_it_cannot_be_asked_for() -> None:
-    with pytest.raises(
-        ConfigError, match=r"transport='shared-memory': this process is alone: start"
-    ):
-        sl.Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2)), split=1, transport="shared-memory")
-
-
-def agree(joined: list[Member], transport: str | None) -> list[ProcessTransport]:
-    """Let two ranks choose what carries their packets, as they do when they build a pipeline."""
-
-    def act(rank: int) -> ProcessTransport:
-        return Builders(joined[rank]).agree({}, transport=transport, placement=(0, 1))
-
-    return together(2, act)
-
-
-@pytest.mark.parametrize("transport", [None, "shared-memory"])
-@pytest.mark.parametrize("room", [0, 1])
-def test_too_little_memory_for_the_channels_means_gloo_and_one_line(
-    room: int,
-    transport: str | None,
-    memory: Memory,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    memory.room = room
-    with members(monkeypatch) as joined, caplog.at_level(logging.WARNING, "stageline"):
-        for carrier in agree(joined, transport):
-            assert isinstance(carrier, ProcessGroupTransport)
-            carrier.close()
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("rank 0: shared memory is too small (rank ")
-    assert line.endswith("No space left on device): using gloo instead")
-
-
-@pytest.mark.parametrize(
-    ("transport", "used"),
-    [
-        (None, SharedMemoryTransport),
-        ("shared-memory", SharedMemoryTransport),
-        ("process-group", ProcessGroupTransport),
-    ],
-)
-def test_on_one_host_it_is_chosen_unless_another_one_is_named(
-    transport: str | None, used: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with members(monkeypatch) as joined:
-        for carrier in agree(joined, transport):
-            assert isinstance(carrier, used)
-            carrier.close()
-
-
-def test_on_several_hosts_it_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with members(monkeypatch) as joined:
-        for member in joined:
-            member.one_host = False
-        with pytest.raises(ConfigError, match="transport='shared-memory': ranks run on several"):
-            agree(joined, "shared-memory")
