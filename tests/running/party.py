@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # without
 from stageline.running.control import Member, job, leaving
 from stageline.running.transports.base import Endpoint
 from stageline.running.transports.shared_memory import SharedMemoryTransport
+from stageline.running.transports.slabs import Slab
 
+Create = Callable[[int], tuple[Slab, int]]
 Story = Callable[[int, Endpoint], Any]
 
 
@@ -91,3 +94,20 @@ def shared_party(monkeypatch: pytest.MonkeyPatch, num_ranks: int = 2) -> Iterato
         party = SharedParty(joined)
         yield party
         party.close()
+
+
+class Memory:
+    """Counts the slabs that are made, and has room for only so many."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[int] = []
+        self.room: int | None = None
+        real: Create = Slab.create
+
+        def create(size: int) -> tuple[Slab, int]:
+            if self.room is not None and len(self.made) >= self.room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self.made.append(size)
+            return real(size)
+
+        monkeypatch.setattr(Slab, "create", create)

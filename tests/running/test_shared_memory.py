@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import time
@@ -13,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import stageline as sl
-from stageline.errors import ConfigError, PipeError
+from stageline.errors import PipeError
 from stageline.running.boundary import Packet, leave
 from stageline.running.transports.base import Edge, Endpoint
-from stageline.running.transports.slabs import SMALLEST, Slab, can_share_memory
-from tests.running.party import SharedParty, shared_party
+from stageline.running.transports.slabs import SMALLEST, can_share_memory
+from tests.running.party import Memory, SharedParty, shared_party
 from tests.running.scenarios import (
     SCENARIOS,
     a_send_does_not_wait_for_its_receiver,
@@ -28,30 +26,11 @@ from tests.running.scenarios import (
 
 pytestmark = pytest.mark.skipif(not can_share_memory(), reason="this system has no /dev/shm")
 
-Create = Callable[[int], tuple[Slab, int]]
-
 
 @pytest.fixture
 def party(monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedParty]:
     with shared_party(monkeypatch) as party:
         yield party
-
-
-class Memory:
-    """Counts the slabs that are made, and has room for only so many."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made: list[int] = []
-        self.room: int | None = None
-        real: Create = Slab.create
-
-        def create(size: int) -> tuple[Slab, int]:
-            if self.room is not None and len(self.made) >= self.room:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            self.made.append(size)
-            return real(size)
-
-        monkeypatch.setattr(Slab, "create", create)
 
 
 @pytest.fixture
@@ -377,10 +356,3 @@ def test_nothing_has_a_name(party: SharedParty, memory: Memory) -> None:
     assert mapped
     assert all(line.rstrip().endswith("(deleted)") for line in mapped)
     assert memory.made == [SMALLEST] * len(memory.made)
-
-
-def test_alone_in_a_process_it_cannot_be_asked_for() -> None:
-    with pytest.raises(
-        ConfigError, match=r"transport='shared-memory': this process is alone: start"
-    ):
-        sl.Pipeline(torch.nn.Sequential(torch.nn.Linear(2, 2)), split=1, transport="shared-memory")

@@ -13,8 +13,6 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,7 +25,10 @@ from stageline.running.transports.base import Edge
 _LINE = 64
 _MOST_KINDS = 1024  # headers that are remembered; models with changing sizes have many
 
-_written: dict[Any, bytes] = {}
+Part = tuple[int, int, Any]
+"""The bytes of a tensor: address, size, and whom they belong to."""
+
+_written: dict[Any, tuple[bytes, int]] = {}  # header, and bytes of the whole packet
 _read: dict[bytes, Kind] = {}
 
 
@@ -36,28 +37,26 @@ def on_lines(size: int) -> int:
     return -(-size // _LINE) * _LINE
 
 
-@dataclass(frozen=True)
 class Packed:
     """A packet ready to be copied.
 
     Attributes:
         header: What it consists of.
-        parts: The bytes of its tensors: address, size, and whom they belong to.
+        size: How many bytes it takes.
     """
 
-    header: bytes
-    parts: Sequence[tuple[int, int, Any]]
+    __slots__ = ("_parts", "header", "size")
 
-    @cached_property
-    def size(self) -> int:
-        """How many bytes it takes."""
-        return on_lines(len(self.header)) + sum(on_lines(size) for _, size, _ in self.parts)
+    def __init__(self, header: bytes, size: int, parts: Sequence[Part]) -> None:
+        self.header = header
+        self.size = size
+        self._parts = parts
 
     def copy_to(self, address: int) -> None:
         """Lay it down at an address."""
         ctypes.memmove(address, self.header, len(self.header))
         address += on_lines(len(self.header))
-        for source, size, _ in self.parts:
+        for source, size, _ in self._parts:
             ctypes.memmove(address, source, size)
             address += on_lines(size)
 
@@ -68,7 +67,12 @@ def pack(packet: Packet, edge: Edge) -> Packed:
         return _pack_one(packet, packet.leaves[0], edge)  # by far the most common packet
     fields, tensors = wire.describe(packet, edge)
     parts = [(tensor.data_ptr(), tensor.numel(), tensor) for tensor in tensors]
-    return Packed(json.dumps(fields).encode(), parts)
+    header = json.dumps(fields).encode()
+    return Packed(header, _size(header, parts), parts)
+
+
+def _size(header: bytes, parts: Sequence[Part]) -> int:
+    return on_lines(len(header)) + sum(on_lines(size) for _, size, _ in parts)
 
 
 def _lies_plainly(leaf: Any) -> bool:
@@ -83,14 +87,16 @@ def _lies_plainly(leaf: Any) -> bool:
 
 
 def _pack_one(packet: Packet, tensor: Tensor, edge: Edge) -> Packed:
-    address, size = tensor.data_ptr(), tensor.nbytes
+    address, num_bytes = tensor.data_ptr(), tensor.nbytes
+    parts = [(address, num_bytes, tensor)] if num_bytes else []
     key = (tensor.dtype, tensor.shape, tensor.stride(), address % _LINE, *packet.differentiable)
-    header = _written.get(key)
-    if header is None:
+    known = _written.get(key)
+    if known is None:
         header = json.dumps(wire.describe(packet, edge)[0]).encode()
+        known = (header, _size(header, parts))
         if len(_written) < _MOST_KINDS:
-            _written[key] = header
-    return Packed(header, [(address, size, tensor)] if size else [])
+            _written[key] = known
+    return Packed(*known, parts)
 
 
 class Kind:

@@ -225,12 +225,14 @@ class _Outgoing:
 
     def _slab_for(self, size: int) -> int | None:
         """Take a free slab that is large enough, or make one; None if there can be no more."""
-        fitting = [slab for slab in self._free if self._slabs[slab].size >= size]
-        if not fitting and self._used:
+        if not self._free and self._used:
             self._take_back()
-            fitting = [slab for slab in self._free if self._slabs[slab].size >= size]
-        if fitting:
-            chosen = min(fitting, key=lambda slab: self._slabs[slab].size)
+        if self._free and self._slabs[self._free[-1]].size == whole_size(size):
+            return self._free.pop()  # the same kind of packet as the last one
+        chosen = self._smallest_for(size)
+        if chosen is None and self._used and self._take_back():
+            chosen = self._smallest_for(size)
+        if chosen is not None:
             self._free.remove(chosen)
             return chosen
         if self._is_full or len(self._slabs) >= _MOST_SLABS:
@@ -250,6 +252,10 @@ class _Outgoing:
         key = f"slab {self._generation} {number}"
         self._member.post(key, slab.size, to=self._target, files=[file])
         return number
+
+    def _smallest_for(self, size: int) -> int | None:
+        fitting = [slab for slab in self._free if self._slabs[slab].size >= size]
+        return min(fitting, key=lambda slab: self._slabs[slab].size, default=None)
 
     def _announce(self, edge: Edge, epoch: int, slab: int, sizes: tuple[int, int, int]) -> None:
         record = _RECORD.pack(
