@@ -47,6 +47,23 @@ def test_too_little_memory_for_the_channels_means_gloo_and_one_line(
     assert line.endswith("No space left on device): using gloo instead")
 
 
+def test_memory_for_sending_outputs_is_there_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The channel from the last rank to the first was made when outputs were first sent there.
+
+    By then all memory could be in use, and a pipeline that had chosen shared memory failed.
+    """
+    memory = Memory(monkeypatch)
+    with members(monkeypatch, 3) as joined:
+        carriers = together(
+            3, lambda r: Builders(joined[r]).agree({}, transport=None, placement=(0, 1, 2))
+        )
+        assert len(memory.made) == 2 + 2 + 1  # there, back, and from the last to the first
+        for carrier in carriers:
+            carrier.close()
+
+
 @pytest.mark.parametrize(
     ("transport", "used"),
     [

@@ -142,8 +142,13 @@ class Builders:
 
 
 def _prepare(transport: SharedMemoryTransport, placement: Sequence[int], rank: int) -> str:
-    """Make the channels to the neighbours; return what is wrong, if there is no memory for them."""
+    """Make the channels to the neighbours; return what is wrong, if there is no memory for them.
+
+    The rank of the last stage also sends outputs to all others.
+    """
+    outputs = [(placement[-1], other) for other in set(placement)]
     pairs = {pair for pair in pairwise(placement) if rank in pair and pair[0] != pair[1]}
+    pairs |= {pair for pair in outputs if pair[0] == rank}
     neighbours = {other for pair in pairs for other in pair} - {rank}
     try:
         for neighbour in sorted(neighbours):

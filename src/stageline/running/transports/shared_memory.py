@@ -39,6 +39,7 @@ _RECORD = struct.Struct("<iiiciIIQQ")
 _FREED = struct.Struct("<I")
 _MOST_SLABS = 128  # per channel: each is an open file until the receiver has mapped it
 _ALL = 1 << 16  # bytes: more than a pipe holds
+_LOOKS = 5  # before falling asleep; a packet is often only microseconds away
 _SLICE = 0.05  # seconds
 _GRACE = 2.0  # seconds in which the control plane says why a peer is gone
 
@@ -320,10 +321,15 @@ class _Incoming:
         """Return the packet of an edge; others that come before are kept."""
         wanted = (epoch, edge.source, edge.target, edge.letter.encode(), edge.microbatch)
         slow: Slowness | None = None
+        looks = _LOOKS
         while wanted not in self._arrived:
             if self._member.failure is not None:
                 raise Aborted
             if self.take_in(edge):
+                continue
+            if looks:
+                looks -= 1
+                os.sched_yield()
                 continue
             slow = slow or Slowness(self._member, f"edge {edge} from rank {self._source}")
             self._poll.poll(slow.patience * 1000)
