@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stageline as sl
+from tests.running.faults import note_delays
 from tests.running.mortals import Life, Mortals, Teller, join_world, shared_files
 
 pytestmark = pytest.mark.processes
@@ -125,14 +126,41 @@ def survivors_raised(lives: dict[int, Life], victim: int, *words: str) -> list[f
     return delays
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("when", ["step", "between", "construction"])
-@pytest.mark.parametrize("victim", [0, 1, 2])
-@pytest.mark.parametrize("end", ["kill", "terminate", "os._exit"])
+MOMENTS = ("step", "between", "construction")
+DEATHS = [
+    (end, victim, when, transport)
+    for end in ("kill", "terminate", "os._exit", "abort")
+    for victim in range(3)
+    for when in MOMENTS
+    for transport in TRANSPORTS
+]
+
+
+def is_in_the_sample(number: int) -> bool:
+    """One in six: every way with every victim, and all moments and transports among them."""
+    block, place = divmod(number, 6)
+    return place == block * 5 % 6
+
+
+@pytest.mark.parametrize(
+    ("end", "victim", "when", "transport"),
+    [
+        pytest.param(*death, marks=() if is_in_the_sample(number) else pytest.mark.slow)
+        for number, death in enumerate(DEATHS)
+    ],
+)
 def test_a_process_ends(end: str, victim: int, when: str, transport: str) -> None:
     job = Mortals(train, 3, end, when, {"victim": victim, "transport": transport})
     lives = job.bury()
-    survivors_raised(lives, victim, f"rank {victim} ")
+    delays = survivors_raised(lives, victim, f"rank {victim} ")
+    note_delays(transport, f"{end} {when}", delays)
+
+
+def test_the_sample_of_deaths_covers_them() -> None:
+    sample = [death for number, death in enumerate(DEATHS) if is_in_the_sample(number)]
+    for one, other in ((0, 1), (2, 3)):
+        wanted = {(death[one], death[other]) for death in DEATHS}
+        assert {(death[one], death[other]) for death in sample} == wanted
 
 
 def train_behind_a_door(rank: int, size: int, store: str, tell: Teller) -> None:
@@ -183,7 +211,7 @@ def wait_in_a_step(
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_process_that_waits_is_terminated(victim: int, transport: str) -> None:
     """While a thread waits in gloo, Python calls no handler of a signal."""
-    settings = {"seconds": 3.0, "transport": transport}
+    settings = {"seconds": 4.0, "transport": transport}
     job = Mortals(wait_in_a_step, 3, 1, settings)
     job.hear(1, "sleeps")
     time.sleep(0.3)  # so that the others wait
@@ -193,13 +221,23 @@ def test_a_process_that_waits_is_terminated(victim: int, transport: str) -> None
     lives = job.bury()
     assert kind == "PeerError"
     assert text == f"rank {victim} was ended by SIGTERM"
-    assert when - start < 2.0, "it was told when the sleeping rank woke up"
+    note_delays(transport, "terminate while it waits", [when - start])
+    assert when - start < 2.5, "it was told when the sleeping rank woke up"
     assert lives[victim].exit_code == -signal.SIGTERM
     assert lives[1].first("raised") is not None
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("victim", "transport"),
+    [
+        (0, "shared-memory"),
+        (1, "process-group"),
+        pytest.param(0, "process-group", marks=pytest.mark.slow),
+        pytest.param(1, "shared-memory", marks=pytest.mark.slow),
+        pytest.param(2, "process-group", marks=pytest.mark.slow),
+        pytest.param(2, "shared-memory", marks=pytest.mark.slow),
+    ],
+)
 def test_a_process_is_stopped_and_goes_on_after_it_was_given_up(
     victim: int, transport: str
 ) -> None:
@@ -208,7 +246,9 @@ def test_a_process_is_stopped_and_goes_on_after_it_was_given_up(
     for rank in {0, 1, 2} - {victim}:
         kind, text, when = job.hear(rank, "raised")
         assert (kind, text[:17]) == ("PeerError", f"rank {victim} is silent:"[:17])
-        assert when - job.hear(victim, "fault")[0] < SILENCE + BOUND
+        delay = when - job.hear(victim, "fault")[0]
+        note_delays(transport, f"stop (heartbeat_timeout {SILENCE})", [delay])
+        assert delay < SILENCE + BOUND
     job.send_signal(victim, signal.SIGCONT)
     kind, text, _ = job.hear(victim, "raised")
     job.bury()

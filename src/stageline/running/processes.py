@@ -28,7 +28,6 @@ from stageline.running.timetable import Purpose
 from stageline.running.transports.base import Aborted, Edge, Endpoint, ProcessTransport
 from stageline.scheduling import Schedule
 
-
 _GRACE = 2.0  # seconds in which the hub says whether a call has failed, or was over before
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 
-from stageline.errors import PeerError
+from stageline.errors import PeerError, told
 from stageline.running.control import leaving
 from stageline.running.control.hub import Hub, Tell, silence
 from stageline.running.control.joining import Door, Meeting, knock
 from stageline.running.control.member import Listener, Member
-from stageline.running.control.messages import Connection, Message
+from stageline.running.control.messages import Connection, Message, Unreadable
 from stageline.torch_private import PrefixStore, Store
 
 _numbers = count()  # pipelines are built in the same order everywhere, so these agree
@@ -147,6 +147,9 @@ def _hearing(hub: Hub, rank: int, connection: Connection, listener: Listener) ->
         except EOFError:
             listener.forget(connection.sock)
             hub.lost(rank)
+        except Exception as error:  # or nobody would listen any more, and all would wait
+            listener.forget(connection.sock)
+            hub.give_up(rank, f"rank 0 cannot hear rank {rank} any more: {told(error)}")
 
     return hear
 
@@ -157,7 +160,7 @@ def _visit(meeting: Meeting, listener: Listener, heartbeat_timeout: float) -> Me
     connection.sock.settimeout(meeting.timeout)
     try:
         first = connection.receive_one()
-    except (EOFError, TimeoutError) as cause:
+    except (EOFError, TimeoutError, Unreadable) as cause:
         connection.close()
         meeting.raise_if_failed()
         raise PeerError(
@@ -199,6 +202,9 @@ class _FarHub:
                 "crashed in native code), or it gave this rank up as dead. Look at its own output, "
                 "and start the job again"
             )
+        except Exception as error:  # or nobody would listen any more, and all would wait
+            self._listener.forget(self._connection.sock)
+            self._give_up(f"rank {self._member.rank} cannot hear rank 0 any more: {told(error)}")
 
     def beat(self, pause: float) -> None:
         self._member.beat()
@@ -206,7 +212,9 @@ class _FarHub:
             self._heard = time.monotonic()
         elif time.monotonic() - self._heard > self._limit and not self._is_given_up:
             self._is_given_up = True
-            text = silence(0, self._limit)
-            with suppress(OSError):  # it may go on some day, and should know
-                self._connection.send({"kind": "bye", "text": text})
-            self._member.lost(text)
+            self._give_up(silence(0, self._limit))
+
+    def _give_up(self, text: str) -> None:
+        with suppress(OSError):  # it may be alive, or go on some day, and should know
+            self._connection.send({"kind": "bye", "text": text})
+        self._member.lost(text)

@@ -32,7 +32,7 @@ from torch.distributed import DistStoreError
 
 from stageline import log
 from stageline.errors import PeerError
-from stageline.running.control.messages import Connection, Message
+from stageline.running.control.messages import Connection, Message, Unreadable
 from stageline.torch_private import Store
 
 _SLICE = 0.25  # seconds: how often a wait looks around
@@ -158,7 +158,7 @@ class Door:
         try:
             _refuse_other_users(sock)
             rank = _examine(connection, self.secret)
-        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        except (OSError, EOFError, Unreadable, ValueError, KeyError, TypeError) as error:
             log.warning(0, f"somebody who is not of this job knocked and was sent away: {error!r}")
             connection.close()
             return None
@@ -216,7 +216,7 @@ def knock(address: Message, rank: int) -> Connection:
             str(connection.receive_one()["proof"]), _proof(secret, challenge)
         ):
             raise PeerError(f"rank {rank} reached something that is not rank 0 at {where}")
-    except (OSError, EOFError) as cause:
+    except (OSError, EOFError, Unreadable) as cause:
         sock.close()
         if family == socket.AF_UNIX:
             raise PeerError(

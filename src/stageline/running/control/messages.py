@@ -24,6 +24,10 @@ _MOST_FILES = 16
 _LONGEST = 1 << 30
 
 
+class Unreadable(Exception):
+    """What came makes no sense; the other side may well be alive."""
+
+
 class Connection:
     """A socket that carries messages; any thread may send, one thread receives."""
 
@@ -67,6 +71,7 @@ class Connection:
 
         Raises:
             EOFError: The other side has closed the connection, or its process has ended.
+            Unreadable: What came is no message, or did not come whole.
         """
         if self._waiting:
             messages, self._waiting = self._waiting, []
@@ -94,16 +99,19 @@ class Connection:
         while len(self._bytes) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._bytes)
             if length > _LONGEST:
-                raise EOFError(f"a message of {length} bytes was announced: this is no peer")
+                raise Unreadable(f"a message of {length} bytes was announced: this is no peer")
             end = _LENGTH.size + length
             if len(self._bytes) < end:
                 break
             try:
                 message = json.loads(self._bytes[_LENGTH.size : end])
             except ValueError as cause:
-                raise EOFError("a message could not be read") from cause
+                raise Unreadable("a message could not be read") from cause
             del self._bytes[:end]
-            files = [self._files.popleft() for _ in range(message.pop("files", 0))]
+            count = message.pop("files", 0)
+            if count > len(self._files):
+                raise Unreadable("this process has too many open files to be handed another one")
+            files = [self._files.popleft() for _ in range(count)]
             messages.append((message, files))
         return messages
 
