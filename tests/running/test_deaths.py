@@ -207,8 +207,10 @@ def wait_in_a_step(
         tell("raised", type(error).__name__, str(error), time.monotonic())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    ("victim", "transport"),
+    [(0, "process-group"), (2, "process-group"), (0, "shared-memory"), (2, "shared-memory")],
+)
 def test_a_process_that_waits_is_terminated(victim: int, transport: str) -> None:
     """While a thread waits in gloo, Python calls no handler of a signal."""
     settings = {"seconds": 4.0, "transport": transport}
@@ -218,13 +220,13 @@ def test_a_process_that_waits_is_terminated(victim: int, transport: str) -> None
     start = time.monotonic()
     job.send_signal(victim, signal.SIGTERM)
     kind, text, when = job.hear(2 - victim, "raised")
+    job.send_signal(1, signal.SIGKILL)
     lives = job.bury()
     assert kind == "PeerError"
     assert text == f"rank {victim} was ended by SIGTERM"
     note_delays(transport, "terminate while it waits", [when - start])
     assert when - start < 2.5, "it was told when the sleeping rank woke up"
     assert lives[victim].exit_code == -signal.SIGTERM
-    assert lives[1].first("raised") is not None
 
 
 @pytest.mark.parametrize(
@@ -259,17 +261,17 @@ def test_a_process_is_stopped_and_goes_on_after_it_was_given_up(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_slow_process_is_waited_for(transport: str) -> None:
-    settings = {"seconds": 3.0, "transport": transport, "heartbeat_timeout": 1.0}
+    settings = {"seconds": 1.5, "transport": transport, "heartbeat_timeout": 0.6}
     lives = Mortals(wait_in_a_step, 3, 1, settings).bury()
     assert [life.first("raised") for life in lives.values()] == [None] * 3
     assert len({str(life.first("done")[0]) for life in lives.values()}) == 1  # type: ignore[index]
 
 
-@pytest.mark.parametrize("absent", [0, 2])
+@pytest.mark.parametrize("absent", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_process_never_starts(absent: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    settings = {"victim": -1, "timeout": 3.0, "port": port}
+    settings = {"victim": -1, "timeout": 2.0, "port": port}
     lives = Mortals(train, 3, "kill", "elsewhere", settings, absent=[absent]).bury()
     for life in lives.values():
         kind, text, _ = life.first("raised")  # type: ignore[misc]
