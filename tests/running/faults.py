@@ -6,6 +6,7 @@ they raised and when, and take another one, which must give the plain model's gr
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -181,10 +182,13 @@ class Bench:
         rank: This rank.
         size: How many there are.
         tied: Whether the first stage and the last share a weight.
+        rows: Of the batch.
         settings: Of the pipeline.
     """
 
-    def __init__(self, rank: int, size: int, *, tied: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, rank: int, size: int, *, tied: bool = False, rows: int = ROWS, **settings: Any
+    ) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self.rank = rank
@@ -194,7 +198,7 @@ class Bench:
             self.stages[-1].linear.weight = self.stages[0].linear.weight
         self.tied = tied
         self.model = nn.Sequential(*self.stages)
-        self.x, self.y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+        self.x, self.y = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
         self._wanted = self._plain()
         self._losses = 0
         self.pipe = sl.Pipeline(
@@ -221,7 +225,7 @@ class Bench:
         self.trigger.pull("loss", self._losses - 1)
         return F.mse_loss(output, target)
 
-    def call(self, mode: str = "step", *, rows: int = ROWS) -> Any:
+    def call(self, mode: str = "step", *, rows: int | None = None) -> Any:
         """Run one call of the pipeline."""
         self._losses = 0
         for stage in self.stages:
@@ -234,7 +238,7 @@ class Bench:
     def suffer(self, fault: Fault) -> Outcome:
         """Take the call that fails, and tell what came of it."""
         self.trigger.arm(fault)
-        rows = ROWS
+        rows = None
         if fault.where == "look" and self.rank == fault.rank:
             rows = 0
             self.trigger.time = time.monotonic()
@@ -334,3 +338,11 @@ def fail_again_and_again(
     counts.append(held())
     bench.pipe.close()
     return counts, wrong
+
+
+def note_delays(transport: str, kind: str, delays: Sequence[float]) -> None:
+    """Write the seconds from a fault to the raise on every other rank, where somebody asks."""
+    path = os.environ.get("STAGELINE_FAULT_TIMES")
+    if path is not None:
+        with open(path, "a") as file:
+            file.write(json.dumps([transport, kind, list(delays)]) + "\n")

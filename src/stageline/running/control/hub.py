@@ -108,9 +108,12 @@ class Hub:
                 return
             silent = [rank for rank in self._tell if now - self._heard[rank] > limit and rank]
         for rank in silent:
-            # It is told too: it may go on some day, and should know.
-            self._end(rank, silence(rank, limit), listens=True)
-            self._drop(rank)
+            self.give_up(rank, silence(rank, limit))
+
+    def give_up(self, rank: int, text: str) -> None:
+        """End the connection of a rank; it is told, as it may be alive, or go on some day."""
+        self._end(rank, text, listens=True)
+        self._drop(rank)
 
     def beat(self) -> None:
         """Show all ranks that this one is alive, and what the others are doing."""
@@ -225,7 +228,11 @@ class Hub:
             return
         try:
             tell(message, files)
-        except OSError as error:  # its end is noticed by whoever listens to it
+        except OSError as error:
+            if rank == 0:  # it has run out of files, and would wait for this one
+                self._end(0, f"rank 0 cannot go on: {error}", listens=True)
+                return
+            # Its end is noticed by whoever listens to it.
             log.debug(0, f"rank {rank} could not be told {message['kind']}: {error}")
 
     def _forget(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 
-from stageline.errors import PeerError
+from stageline.errors import PeerError, told
 from stageline.running.control import leaving
 from stageline.running.control.hub import Hub, Tell, silence
 from stageline.running.control.joining import Door, Meeting, knock
@@ -146,9 +146,12 @@ def _hearing(hub: Hub, rank: int, connection: Connection, listener: Listener) ->
         try:
             for message, files in connection.receive():
                 hub.hear(rank, message, files)
-        except EOFError:
+        except Exception as error:  # of any kind, or nobody would listen, and all would wait
             listener.forget(connection.sock)
-            hub.lost(rank)
+            if type(error) is EOFError:
+                hub.lost(rank)
+            else:
+                hub.give_up(rank, f"rank 0 cannot hear rank {rank} any more: {told(error)}")
 
     return hear
 
@@ -181,6 +184,12 @@ def _visit(meeting: Meeting, listener: Listener, heartbeat_timeout: float) -> Me
     return member
 
 
+_GONE = (
+    "rank 0 is gone: its process ended without a word (killed, out of memory, or crashed in native "
+    "code), or it gave this rank up as dead. Look at its own output, and start the job again"
+)
+
+
 class _FarHub:
     """The hub as another rank sees it: heard, or silent, or gone."""
 
@@ -199,13 +208,13 @@ class _FarHub:
         try:
             for message, files in self._connection.receive():
                 self._member.hear(message, files)
-        except EOFError:
+        except Exception as error:  # of any kind, or nobody would listen, and all would wait
             self._listener.forget(self._connection.sock)
-            self._member.lost(
-                "rank 0 is gone: its process ended without a word (killed, out of memory, or "
-                "crashed in native code), or it gave this rank up as dead. Look at its own output, "
-                "and start the job again"
-            )
+            here = self._member.rank
+            if type(error) is EOFError:
+                self._member.lost(_GONE)
+            else:
+                self._give_up(f"rank {here} cannot hear rank 0 any more: {told(error)}")
 
     def beat(self, pause: float) -> None:
         self._member.beat()
@@ -213,7 +222,9 @@ class _FarHub:
             self._heard = time.monotonic()
         elif time.monotonic() - self._heard > self._limit and not self._is_given_up:
             self._is_given_up = True
-            text = silence(0, self._limit)
-            with suppress(OSError):  # it may go on some day, and should know
-                self._connection.send({"kind": "bye", "text": text})
-            self._member.lost(text)
+            self._give_up(silence(0, self._limit))
+
+    def _give_up(self, text: str) -> None:
+        with suppress(OSError):  # it may be alive, or go on some day, and should know
+            self._connection.send({"kind": "bye", "text": text})
+        self._member.lost(text)

@@ -6,6 +6,7 @@ for a peer, here or in a transport, is woken by the first failure anywhere.
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 import threading
@@ -47,6 +48,7 @@ class Member:
         doing: Says in a few words what this rank is at, for those who wait for it.
         on_failure: Called, in another thread, with the number of a call that failed somewhere.
         details: What to say of a fact, by name, if its digest is in doubt.
+        waiting: The wait in which this rank cannot look at the clock itself.
     """
 
     def __init__(self, meeting: Meeting, *, one_host: bool) -> None:
@@ -59,6 +61,7 @@ class Member:
         self.doing: Callable[[], str] | None = None
         self.on_failure: Callable[[int], None] | None = None
         self.details: Mapping[str, Facts] = {}
+        self.waiting: Slowness | None = None
         self._link: Link | None = None
         self._changed = threading.Condition()
         self._commits: dict[int, dict[str, Any]] = {}
@@ -228,6 +231,9 @@ class Member:
 
     def beat(self) -> None:
         """Show that this rank is alive, and what it is at."""
+        waiting = self.waiting
+        if waiting is not None:
+            waiting.note()
         doing = self.doing() if self.doing is not None else "outside of a call"
         with suppress(OSError, PipeError):
             self._send({"kind": "beat", "doing": doing})
@@ -251,7 +257,9 @@ class Member:
             raise PipeError("this pipeline was closed on this rank: build another one")
         try:
             self._link.send(message, files)
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
             # The listener hears the same, and knows more; whoever waits is told by it.
             log.debug(self.rank, f"the hub could not be told {message['kind']}")
 

@@ -41,6 +41,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_let_go)
 
 
+class Unreadable(EOFError):
+    """What came makes no sense; the other side may well be alive."""
+
+
 class Connection:
     """A socket that carries messages; any thread may send, one thread receives.
 
@@ -90,8 +94,8 @@ class Connection:
         """Wait for something to come, and return the messages that are complete.
 
         Raises:
-            EOFError: The other side has closed the connection, or its process has ended, or it
-                says what no peer would say.
+            EOFError: The other side has closed the connection, or its process has ended.
+            Unreadable: What came is no message, or did not come whole; it is an EOFError too.
         """
         if self._waiting:
             messages, self._waiting = self._waiting, []
@@ -119,13 +123,16 @@ class Connection:
         while len(self._bytes) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._bytes)
             if length > self.longest:
-                raise EOFError(f"a message of {length} bytes was announced: this is no peer")
+                raise Unreadable(f"a message of {length} bytes was announced: this is no peer")
             end = _LENGTH.size + length
             if len(self._bytes) < end:
                 break
             message, num_files = _read_message(self._bytes[_LENGTH.size : end])
             if not 0 <= num_files <= len(self._files):
-                raise EOFError(f"{num_files} files were announced, {len(self._files)} came")
+                raise Unreadable(
+                    f"{num_files} files were announced, {len(self._files)} came: this process may "
+                    "have too many open"
+                )
             del self._bytes[:end]
             messages.append((message, [self._files.popleft() for _ in range(num_files)]))
         return messages
@@ -151,10 +158,10 @@ def _read_message(body: bytearray) -> tuple[Message, int]:
     try:
         message = json.loads(body)
     except (ValueError, RecursionError) as cause:
-        raise EOFError("a message could not be read") from cause
+        raise Unreadable("a message could not be read") from cause
     if not isinstance(message, dict):
-        raise EOFError(f"a message was a {type(message).__name__}: this is no peer")
+        raise Unreadable(f"a message was a {type(message).__name__}: this is no peer")
     num_files = message.pop("files", 0)
     if not isinstance(num_files, int):
-        raise EOFError(f"{num_files!r} files were announced: this is no peer")
+        raise Unreadable(f"{num_files!r} files were announced: this is no peer")
     return message, num_files

@@ -86,12 +86,7 @@ class ProcessGroupTransport(ProcessTransport):
 
     def _connect(self) -> Any:
         """Connect to all other ranks; they do the same at the same call."""
-        # gloo cannot be told to give up: begin when all ranks are here, and none has failed before.
-        ready = f"{_READY} {self._generation}"
-        self.member.post(ready)
-        for rank in range(self.member.num_ranks):
-            if rank != self.rank:
-                self.member.lookup(ready, rank)
+        self._await_all()
         made: SimpleQueue[Any] = SimpleQueue()
         store = PrefixStore(f"gloo/{self._generation}", self.member.store)
         timeout = timedelta(seconds=self.member.timeout)
@@ -118,6 +113,14 @@ class ProcessGroupTransport(ProcessTransport):
                 f"({_first_line(result)}): set GLOO_SOCKET_IFNAME to the network that hosts share"
             ) from result
         return result
+
+    def _await_all(self) -> None:
+        """Wait until all ranks are about to connect: gloo cannot be told to give one up."""
+        ready = f"{_READY} {self._generation}"
+        self.member.post(ready)
+        for rank in range(self.member.num_ranks):
+            if rank != self.rank:
+                self.member.lookup(ready, rank)
 
     def ship(
         self, edge: Edge, epoch: int, packet: Packet, room: threading.Semaphore | None
@@ -159,10 +162,13 @@ class ProcessGroupTransport(ProcessTransport):
 
     def finish(self, work: dist.Work, edge: Edge) -> None:
         """Wait for a receive; a failure elsewhere, or the end of the peer, ends the wait."""
+        self.member.waiting = Slowness(self.member, f"edge {edge} from rank {edge.source_rank}")
         try:
             work.wait(_FOREVER)
         except RuntimeError as cause:
             raise self._why(cause, edge) from cause
+        finally:
+            self.member.waiting = None
 
     def _why(self, cause: RuntimeError, edge: Edge) -> BaseException:
         """Return what to raise where gloo has failed: the control plane usually knows why."""
