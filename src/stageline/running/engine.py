@@ -90,7 +90,7 @@ class Engine:
                 "call pipe.eval() for the loss alone, or choose another schedule"
             )
         purpose = Purpose.TRAIN if trains else Purpose.EVALUATE
-        with self._call():
+        with self._call(purpose):
             batch = self._cut(args, kwargs, target, purpose)
             self.ties.refresh()
             states = self._states(batch, purpose, self.loss_rule)
@@ -101,7 +101,6 @@ class Engine:
                 loss = self.runner.finish(None if last is None else _total(last.losses))
             if first is not None:
                 _accumulate(first)
-            self.streams.completed[purpose.name] += 1
             assert loss is not None
             return StepResult(loss=loss, outputs=outputs, num_microbatches=batch.count)
 
@@ -110,14 +109,13 @@ class Engine:
     ) -> Any:
         """Return the outputs of the whole batch; no graph is built."""
         purpose = Purpose.INFER
-        with self._call():
+        with self._call(purpose):
             batch = self._cut(args, kwargs, None, purpose)
             self.ties.refresh()
             states = self._states(batch, purpose, None)
             self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
             outputs = self._outputs(states.get(self._last_rank), batch)
             self.runner.finish(None)
-            self.streams.completed[purpose.name] += 1
             return None if outputs is None else outputs()
 
     def differentiate(
@@ -125,13 +123,12 @@ class Engine:
     ) -> DifferentiableRun:
         """Run all forwards and keep their graphs, for a backward that comes later."""
         purpose = Purpose.DIFFERENTIATE
-        with self._call():
+        with self._call(purpose):
             batch = self._cut(args, kwargs, None, purpose)
             self.ties.refresh()
             states = self._states(batch, purpose, None)
             rows = [halves(row) for row in self.timetable.rows(batch.count, purpose)]
             self._run([forward for forward, _ in rows], states, observer, purpose)
-            self.streams.completed[purpose.name] += 1
             outputs = states[self._last_rank].outputs
             packets = [outputs.pop(index) for index in range(batch.count)]
 
@@ -275,21 +272,25 @@ class Engine:
         return None if parts is None else _Merged(parts, batch.sizes, self.batch_dims)
 
     @contextmanager
-    def _call(self) -> Iterator[None]:
-        """One call at a time; what fails here fails on every rank."""
+    def _call(self, counted: Purpose | None = None) -> Iterator[None]:
+        """One call at a time; what fails here fails on every rank, and what succeeds is counted."""
         if not self._busy.acquire(blocking=False):
             raise PipeError(
                 "this pipeline is already running a call in another thread: wait for it, or "
                 "build a second pipeline"
             )
+        is_over = True
         try:
             yield
         except BaseException as error:
             told = self.runner.failed(error)
+            is_over = self.runner.is_over
             if told is error:
                 raise
             raise told from told.__cause__
         finally:
+            if is_over and counted is not None:
+                self.streams.completed[counted.name] += 1
             self._busy.release()
 
 

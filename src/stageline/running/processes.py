@@ -79,6 +79,7 @@ class ProcessRunner(Runner):
         if not self._closing.alive:
             raise PipeError("this pipeline was closed on this rank: build another one")
         self._purpose = purpose
+        self.is_over = False
         self._member.next_call()
         self.calls = self._member.epoch
         self._is_begun = True
@@ -130,7 +131,7 @@ class ProcessRunner(Runner):
 
     def finish(self, loss: Tensor | None) -> Tensor | None:
         told = self._member.finish(None if loss is None else number_to_json(loss))
-        self._is_begun = False
+        self._is_begun, self.is_over = False, True
         if loss is not None:
             return loss
         return next((number_from_json(value) for value in told.values()), None)
@@ -141,8 +142,9 @@ class ProcessRunner(Runner):
         self._is_begun = False
         self._endpoint = None
         told = None if isinstance(error, Aborted) else self._tell(error)
-        if told is not None and self._member.is_committed(_GRACE):
-            return error  # too late: the others go on, over the same channels
+        self.is_over = told is not None and self._member.is_committed(_GRACE)
+        if self.is_over:  # too late to fail: the others go on, over the same channels
+            return error
         failure = self._member.await_failure(_GRACE)
         self._transport.reset()
         if failure is None or failure == told or not _gives_way(error):

@@ -50,6 +50,8 @@ class Runner(ABC):
         num_ranks: How many the pipeline has in all.
         calls: How many calls were begun, this one included.
         compares: Whether ranks compare what they were given.
+        is_over: Whether a call that failed here was over for all ranks before: only what its caller
+            wanted to do with the result has failed.
         where: Where the ranks live and what carries packets, for people.
     """
 
@@ -57,6 +59,7 @@ class Runner(ABC):
     num_ranks: int
     calls: int = 0
     compares: bool = False
+    is_over: bool = False
     where: str = "threads of one process"
 
     @property
