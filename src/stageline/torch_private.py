@@ -82,6 +82,7 @@ __all__ = [
     "functorch_level",
     "has_gradient_hooks",
     "leaf_names",
+    "own_connection",
     "register_dataclass",
     "run_backward",
     "saved_tensor_hooks",
@@ -135,6 +136,14 @@ def default_store() -> Store:
     """Return the store through which the processes of the job have found each other."""
     store: Store = _get_default_store()
     return store
+
+
+def own_connection(store: Store) -> Store:
+    """Return the same store over a connection of its own; before torch 2.8 there is no such way."""
+    if not hasattr(store, "clone"):
+        return store
+    clone: Store = store.clone()
+    return clone
 
 
 def engine_will_run(node: Node) -> bool:
