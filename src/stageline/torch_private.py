@@ -100,6 +100,7 @@ __all__ = [
     "is_composite",
     "leaf_names",
     "native_functions",
+    "own_connection",
     "register_dataclass",
     "run_backward",
     "saved_tensor_hooks",
@@ -240,6 +241,14 @@ def default_store() -> Store:
     """Return the store through which the processes of the job have found each other."""
     store: Store = _get_default_store()
     return store
+
+
+def own_connection(store: Store) -> Store:
+    """Return the same store over a connection of its own; before torch 2.8 there is no such way."""
+    if not hasattr(store, "clone"):
+        return store
+    clone: Store = store.clone()
+    return clone
 
 
 def engine_will_run(node: Node) -> bool:

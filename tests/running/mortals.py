@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -141,6 +142,13 @@ def _live(
 
 def join_world(rank: int, size: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+
+
+def free_port() -> int:
+    """Return a port on which nobody listens; where ranks meet as torchrun lets them."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
 
 
 def shared_files() -> set[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stageline as sl
+from stageline.running.transports import process_group
 from tests.running.faults import note_delays
-from tests.running.mortals import Life, Mortals, Teller, join_world, shared_files
+from tests.running.mortals import Life, Mortals, Teller, free_port, join_world, shared_files
 
 pytestmark = pytest.mark.processes
 
@@ -269,9 +269,7 @@ def test_a_slow_process_is_waited_for(transport: str) -> None:
 
 @pytest.mark.parametrize("absent", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_process_never_starts(absent: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    settings = {"victim": -1, "timeout": 2.0, "port": port}
+    settings = {"victim": -1, "timeout": 2.0, "port": free_port()}
     lives = Mortals(train, 3, "kill", "elsewhere", settings, absent=[absent]).bury()
     for life in lives.values():
         kind, text, _ = life.first("raised")  # type: ignore[misc]
@@ -328,3 +326,38 @@ def test_a_child_that_is_terminated_takes_nobody_along() -> None:
         assert life.first("child") == (signal.SIGTERM,)
         assert life.first("loss") is not None
         assert life.exit_code == 0
+
+
+def connect_in_vain(rank: int, size: int, store: str, tell: Teller, port: int) -> None:
+    """Rank 1 cannot connect over gloo in the first step, and can in the second."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+    def refuse(*args: Any) -> Any:
+        raise RuntimeError("no network today")
+
+    patch = pytest.MonkeyPatch()
+    if rank == 1:
+        patch.setattr(process_group, "connect_gloo", refuse)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = sl.Pipeline(model, loss_fn=F.mse_loss, transport="process-group", timeout=40)
+    x = torch.zeros(8, 4)
+    try:
+        pipe.step(x, target=x)
+    except sl.PeerError as error:
+        tell("raised", str(error))
+    patch.undo()
+    start = time.monotonic()
+    tell("loss", pipe.step(x, target=x).loss.item())
+    tell("seconds", time.monotonic() - start)
+
+
+def test_a_connection_fails_and_the_next_one_works() -> None:
+    """The first try of rank 0 went on in a thread, and kept the store for itself until its end."""
+    lives = Mortals(connect_in_vain, 2, free_port()).bury()
+    for life in lives.values():
+        (text,) = life.first("raised") or ("",)
+        assert text.startswith("rank 1 cannot connect to the other ranks over gloo (no network")
+        (seconds,) = life.first("seconds") or (99.0,)
+        assert seconds < 20

@@ -29,7 +29,7 @@ from stageline.running.boundary import Packet
 from stageline.running.control.member import Member, Slowness
 from stageline.running.transports import wire
 from stageline.running.transports.base import Aborted, Edge, Endpoint, ProcessTransport, Receipt
-from stageline.torch_private import PrefixStore, connect_gloo
+from stageline.torch_private import PrefixStore, connect_gloo, own_connection
 
 # What travels, each on a tag of its own: activations, gradients, outputs, gradients of tied
 # parameters.
@@ -88,12 +88,13 @@ class ProcessGroupTransport(ProcessTransport):
         """Connect to all other ranks; they do the same at the same call."""
         self._await_all()
         made: SimpleQueue[Any] = SimpleQueue()
-        store = PrefixStore(f"gloo/{self._generation}", self.member.store)
+        prefix, size = f"gloo/{self._generation}", self.member.num_ranks
         timeout = timedelta(seconds=self.member.timeout)
 
         def connect() -> None:
             try:
-                size = self.member.num_ranks
+                # A store of its own: whoever waits for a key in one keeps it for himself.
+                store = PrefixStore(prefix, own_connection(self.member.store))
                 made.put(connect_gloo(store, self.rank, size, timeout))
             except BaseException as error:
                 made.put(error)
@@ -108,6 +109,8 @@ class ProcessGroupTransport(ProcessTransport):
                 if self.member.failure is not None:
                     raise Aborted from None
         if isinstance(result, BaseException):
+            if self.member.await_failure(_GRACE) is not None:
+                raise Aborted from result
             raise PeerError(
                 f"rank {self.rank} cannot connect to the other ranks over gloo "
                 f"({_first_line(result)}): set GLOO_SOCKET_IFNAME to the network that hosts share"
@@ -205,7 +208,8 @@ class ProcessGroupTransport(ProcessTransport):
 
     def close(self) -> None:
         self._outbox.put(None)
-        self._reaper.join(_GRACE)
+        if threading.current_thread() is not self._reaper:  # which may collect the garbage
+            self._reaper.join(_GRACE)
         self._group = None
 
 
