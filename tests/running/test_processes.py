@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -279,3 +281,13 @@ def _threads_inside_a_process(rank: int) -> float:
 def test_threads_can_be_asked_for_under_torchrun(two_ranks: RankPool) -> None:
     losses = two_ranks.run(_threads_inside_a_process)
     assert losses[0] == losses[1]
+
+
+def test_a_pool_leaves_no_folder_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pool left the file of its store in the temporary folder, for good."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pool = RankPool(1)
+    assert pool.run(int) == [0]
+    assert len(list(tmp_path.glob("stageline-ranks-*"))) == 1
+    pool.close()
+    assert list(tmp_path.glob("stageline-ranks-*")) == []

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -44,6 +45,7 @@ class RankPool:
         self.world_size = world_size
         self._env = dict(env or {})
         self._workers: list[_Worker] = []
+        self._folder: str | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Call ``function(rank, *args)`` on every rank; return what each returned."""
@@ -59,7 +61,8 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = os.path.join(tempfile.mkdtemp(prefix="stageline-ranks-"), "store")
+        self._folder = tempfile.mkdtemp(prefix="stageline-ranks-")
+        store = os.path.join(self._folder, "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -106,6 +109,9 @@ class RankPool:
                 worker.process.kill()
                 worker.process.join()
         self._workers = []
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
 
 def _serve(
