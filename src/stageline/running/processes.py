@@ -28,6 +28,8 @@ from stageline.running.timetable import Purpose
 from stageline.running.transports.base import Aborted, Edge, Endpoint, ProcessTransport
 from stageline.scheduling import Schedule
 
+_GRACE = 2.0  # seconds for the hub to say which failure came first
+
 
 class ProcessRunner(Runner):
     """This process is one rank; the others are elsewhere.
@@ -132,6 +134,11 @@ class ProcessRunner(Runner):
             member.fail(told)
             if isinstance(error, StagelineError):
                 error.failure = told
+            # What the hub has heard first is what all ranks raise: this one's error may only follow
+            # from it, as a wrong shape does from another batch.
+            first = member.await_failure(_GRACE)
+            if first is not None and first.text != told.text and isinstance(error, Exception):
+                error = first.error()
         elif isinstance(error, Aborted):
             assert member.failure is not None
             error = member.failure.error()
