@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stageline as sl
+from stageline.running.control import Member
 from stageline.testing import RankPool
 
 pytestmark = pytest.mark.processes
@@ -237,6 +241,41 @@ def test_a_rank_with_another_batch_is_told_the_leaf_and_both_values(
     assert f"float32 ({rows}, 4) on rank 1 and float32 (8, 4) on rank 0" in first
 
 
+def _another_batch_and_bad_news_late(rank: int) -> str:
+    real = Member.hear
+
+    def hear(member: Member, message: Any, files: Any = ()) -> None:
+        if message["kind"] == "fail" and rank == 1:
+            time.sleep(0.5)
+        real(member, message, files)
+
+    Member.hear = hear  # type: ignore[method-assign, assignment]  # in a process of a pool
+    pipe = pipeline()
+    x, y = batch()
+    if rank == 1:
+        time.sleep(0.5)  # so that what rank 0 sends is there
+        x, y = x[:1], y[:1]
+    try:
+        with pytest.raises(sl.StagelineError) as caught:
+            pipe.step(x, target=y)
+    finally:
+        Member.hear = real  # type: ignore[method-assign]
+    pipe.step(*batch()[:1], target=batch()[1])
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_what_is_wrong_is_said_by_all_even_where_its_consequence_comes_first(
+    two_ranks: RankPool,
+) -> None:
+    """On a busy machine a rank with another batch failed at its first action, by its shape.
+
+    It then raised that, and the others what was behind it: that the batches were different.
+    """
+    first, second = two_ranks.run(_another_batch_and_bad_news_late)
+    assert first == second
+    assert first.startswith("PeerError: rank 1 was given another batch than rank 0")
+
+
 def _bad_batch_on_the_first_rank(rank: int) -> str:
     pipe = pipeline()
     x, y = batch()
@@ -299,3 +338,13 @@ def _threads_inside_a_process(rank: int) -> float:
 def test_threads_can_be_asked_for_under_torchrun(two_ranks: RankPool) -> None:
     losses = two_ranks.run(_threads_inside_a_process)
     assert losses[0] == losses[1]
+
+
+def test_a_pool_leaves_no_folder_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pool left the file of its store in the temporary folder, for good."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pool = RankPool(1)
+    assert pool.run(int) == [0]
+    assert len(list(tmp_path.glob("stageline-ranks-*"))) == 1
+    pool.close()
+    assert list(tmp_path.glob("stageline-ranks-*")) == []
