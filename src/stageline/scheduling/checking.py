@@ -89,9 +89,9 @@ def _holes(what: str, used: Integers) -> Iterator[str]:
 
 def _split_stage(ledger: Ledger, stage: int, replicas: int) -> Iterator[str]:
     ranks = ledger.holders[stage]
-    if len(ranks) != replicas:
+    if len(ranks) > replicas:
         names = " and ".join(str(rank) for rank in ranks)
-        wanted = "one rank" if replicas == 1 else f"{replicas} ranks, one per copy of the model"
+        wanted = "one rank" if replicas == 1 else f"one rank for each of {replicas} copies"
         yield f"stage {stage} stands on ranks {names}: a stage runs on {wanted}"
 
 

@@ -107,12 +107,7 @@ class Schedule:
     @property
     def refusal(self) -> str | None:
         """Why the schedule can be simulated and drawn but not run; None for all others."""
-        if self.replicas == 1:
-            return None
-        return (
-            f"{self.name} needs {self.replicas} copies of the weights, on different ranks, and "
-            f"this library keeps one: it can be simulated and drawn, not run"
-        )
+        return refusal(self.name, self.replicas)
 
     @property
     def num_ranks(self) -> int:
@@ -255,6 +250,16 @@ class Schedule:
             f"<Schedule {self.name!r}: {self.num_stages} stages on {self.num_ranks} ranks, "
             f"{self.num_microbatches} microbatches, {len(self)} actions>"
         )
+
+
+def refusal(name: str, replicas: int) -> str | None:
+    """Return why a schedule that keeps so many copies of the model cannot be run, if so."""
+    if replicas == 1:
+        return None
+    return (
+        f"{name} needs {replicas} copies of the weights, on different ranks, and a pipeline here "
+        f"keeps one: it can be simulated and drawn, not run; dualpipe-v and zb-v need one"
+    )
 
 
 def is_transfer(row: Row) -> Booleans:

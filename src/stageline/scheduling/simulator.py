@@ -2,8 +2,8 @@
 
 The rule: each rank runs its row strictly in order; an action starts as soon as its rank is free
 and what it waits for has ended, plus the latency if that ran on another rank. Transfers take
-nothing from the rank, so it makes no difference whether the rows contain them. A pair is one action:
-it starts when both its halves could, and its forward and its backward end together.
+nothing from the rank, so it makes no difference whether the rows contain them. A pair is one
+action: it starts when both its halves could, and its forward and its backward end together.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from stageline.scheduling.torch_form import translate
 _PREFIX = re.compile(r"\s*rank\s+([0-9]+)\s*:")
 _REPLICAS = re.compile(r"\s*replicas\s*:\s*([0-9]+)\s*")
 _WORD = re.compile(r"\([^)\n]*\)[^\s,]*|[^\s,]+")
+_PAIR = [Kind.FORWARD, Kind.BACKWARD]
 
 
 @dataclass
@@ -45,21 +46,10 @@ class _Rows:
         self.actions.append([])
         self.pairs.append([])
         for word in _WORD.finditer(line, begin):
-            try:
-                self._read_word(word[0])
-            except ScheduleError as fault:
-                place = f"line {number}, column {word.start() + 1}"
-                raise ScheduleError(f"{place}: {fault}") from None
-
-    def _read_word(self, word: str) -> None:
-        row = self.actions[-1]
-        ours = translate(word)
-        actions = [Action.parse(part) for part in ours.split("&")] if ours else []
-        if len(actions) > 1:
-            if [action.kind for action in actions] != [Kind.FORWARD, Kind.BACKWARD]:
-                raise ScheduleError(f"{word!r}: a pair is a forward and a backward, as in 0F7&7B3")
-            self.pairs[-1].append(len(row))
-        row += actions
+            actions = _actions(word, number)
+            if len(actions) > 1:
+                self.pairs[-1].append(len(self.actions[-1]))
+            self.actions[-1] += actions
 
 
 def parse(text: str, name: str = "custom") -> Schedule:
@@ -99,6 +89,18 @@ def _begin(line: str, number: int, *, rank: int) -> int:
             f"got {prefix[1]!r}: write the ranks in ascending order, each once"
         )
     return prefix.end() if prefix else 0
+
+
+def _actions(word: re.Match[str], number: int) -> list[Action]:
+    """Return what a word says: one action, a pair of them, or none."""
+    try:
+        ours = translate(word[0])
+        actions = [Action.parse(part) for part in ours.split("&")] if ours else []
+        if len(actions) > 1 and [action.kind for action in actions] != _PAIR:
+            raise ScheduleError(f"{word[0]!r}: a pair is a forward and a backward, as in 0F7&7B3")
+    except ScheduleError as fault:
+        raise ScheduleError(f"line {number}, column {word.start() + 1}: {fault}") from None
+    return actions
 
 
 def format(schedule: Schedule) -> str:

@@ -21,6 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from stageline.errors import ScheduleError
 from stageline.scheduling.action import Kind
 from stageline.scheduling.costs import Costs
 from stageline.scheduling.schedule import ROW_DTYPE, Row, Schedule

@@ -1,6 +1,17 @@
 """BitPipe: two copies of the model, each laid in a V, one from each end of the ranks.
 
-PICTURE
+    rank 0   0F0 0F1 .   3F2 4F2 3F3 4F3 7F0 7B0 7F1 7B1 4B2 3B2 4B3 3B3 0B0 .   0B1
+    rank 1   .   1F0 2F2 1F1 2F3 5F2 6F0 5F3 6F1 6B0 5B2 6B1 5B3 2B2 1B0 2B3 1B1
+    rank 2   .   1F2 2F0 1F3 2F1 5F0 6F2 5F1 6F3 6B2 5B0 6B3 5B1 2B0 1B2 2B1 1B3
+    rank 3   0F2 0F3 .   3F0 4F0 3F1 4F1 7F2 7B2 7F3 7B3 4B0 3B0 4B1 3B1 0B2 .   0B3
+
+    p = 4 ranks, m = 4 microbatches, 8 stages   (drawn with B as long as F)
+
+One copy has stages r and 2p - 1 - r on rank r, the other p - 1 - r and p + r. Of every p
+microbatches half take the one, half the other, in an order that lets each copy fill the waits of
+the other. If B = F the bubble is (p - 2) / 2 * F for any m, half of Chimera's; if B = 2 * F it is
+(p - 2) * (m / p + 1) / 2 * F. A rank holds at most p activations, and the weights twice: it can be
+simulated and drawn, not run.
 """
 
 from __future__ import annotations
@@ -20,8 +31,8 @@ def bitpipe(num_stages: int, num_microbatches: int, *, num_ranks: int | None = N
 
     >>> print(bitpipe(num_stages=4, num_microbatches=2))
     replicas: 2
-    0F0 1F1 3F0 2F1 3B0 2B1 0B0 1B1
-    0F1 1F0 3F1 2F0 3B1 2B0 0B1 1B0
+    0F0 1F1 2F1 3F0 3B0 2B1 1B1 0B0
+    0F1 1F0 2F0 3F1 3B1 2B0 1B0 0B1
 
     Args:
         num_stages: Pieces of the model, two per rank and copy.

@@ -132,15 +132,15 @@ class _Profile:
         # Each free slot takes a pending W, if there is one: a queue, whose length is the sum of
         # what came and went less the lowest that sum ever was.
         came = np.cumsum(self.types >= 2)
-        queue = came - np.cumsum(self.types < 0)
+        queue: Integers = came - np.cumsum(self.types < 0)
         pending = queue - np.minimum.accumulate(np.minimum(queue, 0))
         return int((held - came + pending).max())
 
     def move(self, kind: int, origin: int, slot: int) -> bool:
         """Move an action if that raises nothing above the limit; return whether it was."""
         self.types[origin], self.types[slot] = -1, kind
-        if self.peak <= self.limit:
-            return True
+        if (self.has_weights and kind >= 2) or self.peak <= self.limit:
+            return True  # where W stands in the slots, it alone lets go, and earlier now
         self.types[origin], self.types[slot] = kind, -1
         return False
 
@@ -178,11 +178,11 @@ class _Mover:
         return self._plan
 
     def _move(self, slot: int, rank: int, kind: int, number: int) -> None:
+        profile = self._profiles[rank]
         needed = list(_needs(self._plan, rank, kind, number))
         if kind == W:
-            backwards = sorted(self._plan[rank][2] + self._plan[rank][3])
-            needed.append(backwards[number])
-        profile = self._profiles[rank]
+            is_backward = (profile.types == 2) | (profile.types == 3)
+            needed.append(int(np.flatnonzero(is_backward)[number]))
         earliest = 1 + max(needed, default=-1)
         free = earliest + np.flatnonzero(profile.types[earliest:slot] < 0)
         for candidate in free.tolist():

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from stageline.errors import ScheduleError
 from stageline.scheduling.passes import keep_microbatches
-from stageline.scheduling.schedule import Schedule
+from stageline.scheduling.schedule import Schedule, refusal
 from stageline.scheduling.schedules.bitpipe import bitpipe
 from stageline.scheduling.schedules.chimera import chimera
 from stageline.scheduling.schedules.dualpipe import dualpipe
@@ -52,6 +52,7 @@ class Family:
     """What is known of a family without building it.
 
     Attributes:
+        name: As ``build`` knows it.
         function: Builds it.
         summary: What it does, in a few words.
         placement: Which stages a rank holds: consecutive, looped or a V.
@@ -59,10 +60,11 @@ class Family:
         peak: How many activations a rank holds at most.
         needs: Which sizes it takes, for people; empty for all.
         stages_per_rank: How many stages a rank holds unless told otherwise.
-        refusal: Why it can be simulated and drawn but not run; None for all others.
+        replicas: How many copies of the model it keeps.
         round_up: Ranks and microbatches -> the next number of microbatches that it takes.
     """
 
+    name: str
     function: _Function
     summary: str
     placement: str
@@ -70,14 +72,27 @@ class Family:
     peak: str
     needs: str = ""
     stages_per_rank: int = 1
-    refusal: str | None = None
+    replicas: int = 1
     round_up: Callable[[int, int], int] = _any_count
+
+    @property
+    def refusal(self) -> str | None:
+        """Why it can be simulated and drawn but not run; None for all others."""
+        return refusal(self.name, self.replicas)
 
     @property
     def options(self) -> frozenset[str]:
         """What can be set besides the numbers of stages, microbatches and ranks."""
         usual = {"num_stages", "num_microbatches", "num_ranks"}
         return frozenset(inspect.signature(self.function).parameters) - usual
+
+    @property
+    def stages_text(self) -> str:
+        """How many stages a rank may hold, for people."""
+        if "stages_per_rank" in self.options:
+            return f"v ({self.stages_per_rank})"
+        fixed = self.placement != "consecutive"
+        return str(self.stages_per_rank) if fixed else "1 or more"
 
     def num_ranks(self, num_stages: int) -> int:
         """Return how many ranks so many stages take, unless told otherwise; at least one."""
@@ -88,40 +103,41 @@ class Family:
         return num_ranks * self.stages_per_rank
 
 
-_TWO_COPIES = (
-    "it needs two copies of the weights, on different ranks, and this library keeps one: it can "
-    "be simulated and drawn, not run"
-)
-
-_FAMILIES: dict[str, Family] = {
-    "gpipe": Family(gpipe, "all forwards, then all backwards", "consecutive", "(p-1)(F+B)", "m"),
-    "1f1b": Family(
-        one_f_one_b, "one forward, one backward", "consecutive", "(p-1)(F+B)", "min(p-r, m)"
+_ALL = (
+    Family("gpipe", gpipe, "all forwards, then all backwards", "consecutive", "(p-1)(F+B)", "m"),
+    Family(
+        "1f1b", one_f_one_b, "one forward, one backward", "consecutive", "(p-1)(F+B)", "min(p-r, m)"
     ),
-    "sequential": Family(
-        sequential, "one microbatch at a time", "consecutive", "(p-1)m(F+B)", "1"
-    ),
-    "forward-only": Family(forward_only, "inference", "consecutive", "(p-1)F", "1"),
-    "interleaved": Family(
+    Family("sequential", sequential, "one microbatch at a time", "consecutive", "(p-1)m(F+B)", "1"),
+    Family("forward-only", forward_only, "inference", "consecutive", "(p-1)F", "1"),
+    Family(
+        "interleaved",
         interleaved,
-        "1f1b, in groups round several stages per rank",
+        "1f1b round v stages per rank, in groups",
         "looped",
         "(p-1)(F+B)/v",
         "p + (p-1)/v",
         stages_per_rank=2,
     ),
-    "looped-bfs": Family(
+    Family(
+        "looped-bfs",
         looped_bfs,
-        "gpipe, stage by stage round several per rank",
+        "gpipe round v stages per rank",
         "looped",
         "(p-1)(F+B)/v",
         "m",
         stages_per_rank=2,
     ),
-    "zb-h1": Family(
-        zb_h1, "1f1b with W where a rank would wait", "consecutive", "(p-1)(F+I-W)", "min(p, m)"
+    Family(
+        "zb-h1",
+        zb_h1,
+        "1f1b with W where a rank would wait",
+        "consecutive",
+        "(p-1)(F+I-W)",
+        "min(p, m)",
     ),
-    "zb-h2": Family(
+    Family(
+        "zb-h2",
         zb_h2,
         "zb-h1 filled twice as deep",
         "consecutive",
@@ -130,39 +146,44 @@ _FAMILIES: dict[str, Family] = {
         needs="m >= 2p",
         round_up=lambda ranks, count: max(count, 2 * ranks),
     ),
-    "interleaved-zb": Family(
+    Family(
+        "interleaved-zb",
         interleaved_zb,
-        "zb-h1 round several stages per rank",
+        "zb-h1 round v stages per rank",
         "looped",
         "(p-1)(F+I-W)/v",
         "p",
         stages_per_rank=2,
     ),
-    "zb-v": Family(
+    Family(
+        "zb-v",
         zb_v,
-        "a V in which no rank waits if F=I=W",
+        "a V in which no rank waits",
         "V",
-        "0, span, m >= 2p-1",
+        "0, F=I=W, m >= 2p-1, span",
         "p",
         stages_per_rank=2,
     ),
-    "v-half": Family(
+    Family(
+        "v-half",
         v_half,
         "a V with half the memory of 1f1b",
         "V",
-        "about half of 1f1b's, span",
+        "(3p-4)F/2 at most, F=I=W, span",
         "floor((p+2)/2)",
         stages_per_rank=2,
     ),
-    "v-min": Family(
+    Family(
+        "v-min",
         v_min,
         "a V with a third of the memory of 1f1b",
         "V",
-        "about 2/3 of 1f1b's, span",
+        "(4p-5)F/2 at most, F=I=W, span",
         "floor((p+4)/3)",
         stages_per_rank=2,
     ),
-    "dualpipe-v": Family(
+    Family(
+        "dualpipe-v",
         dualpipe_v,
         "a V in which F and B overlap",
         "V",
@@ -172,45 +193,51 @@ _FAMILIES: dict[str, Family] = {
         stages_per_rank=2,
         round_up=lambda ranks, count: max(count, 2 * ranks),
     ),
-    "varuna": Family(
+    Family(
+        "varuna",
         varuna,
         "recomputes what it did not keep",
         "consecutive",
-        "at most (p-1)(F+R+B)",
-        "min(3(p-1-r), m) inputs",
+        "(3p-4)F at most, B=2F",
+        "min(3(p-1-r), m)",
     ),
-    "dualpipe": Family(
+    Family(
+        "dualpipe",
         dualpipe,
         "two copies that overlap where they meet",
         "both ways",
         "(p/2-1)(F&B+B-3W)",
         "p + 1",
         needs="p even, m even, m >= 2p",
-        refusal=_TWO_COPIES,
+        replicas=2,
         round_up=lambda ranks, count: max(count + count % 2, 2 * ranks),
     ),
-    "chimera": Family(
+    Family(
+        "chimera",
         chimera,
         "two copies that fill each other's waits",
         "both ways",
-        "(p/2-1)(m/p+1)B if B=2F",
+        "(p/2-1)(m/p+1)B, B=2F",
         "p",
         needs="p even, m a multiple of p",
-        refusal=_TWO_COPIES,
+        replicas=2,
         round_up=lambda ranks, count: -(-count // ranks) * ranks,
     ),
-    "bitpipe": Family(
+    Family(
+        "bitpipe",
         bitpipe,
         "chimera with each copy in a V",
         "V both ways",
-        "(p/2-1)(m/p+1)B/2 if B=2F",
+        "(p/2-1)(m/p+1)B/2, B=2F",
         "p",
         needs="p even, m a multiple of p",
         stages_per_rank=2,
-        refusal=_TWO_COPIES,
+        replicas=2,
         round_up=lambda ranks, count: -(-count // ranks) * ranks,
     ),
-}
+)
+
+_FAMILIES = {found.name: found for found in _ALL}
 
 NAMES = tuple(_FAMILIES)
 """The names that ``build`` knows."""

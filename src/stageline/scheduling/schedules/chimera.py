@@ -1,6 +1,18 @@
 """Chimera: two copies of the model, one from each end of the ranks, each filling the other's waits.
 
-PICTURE
+    rank 0   0F0 0F1 .   3F2 3B2 3F3 3B3 0B0 .   0B1
+    rank 1   .   1F0 2F2 1F1 2F3 2B2 1B0 2B3 1B1
+    rank 2   .   1F2 2F0 1F3 2F1 2B0 1B2 2B1 1B3
+    rank 3   0F2 0F3 .   3F0 3B0 3F1 3B1 0B2 .   0B3
+
+    p = 4 ranks, m = 4 microbatches   (drawn with B as long as F)
+
+Rank r holds stages r and p - 1 - r. Of every p microbatches half go down from rank 0, half up from
+the last rank: microbatch k of a direction enters stage s in slot 2 * k + s and comes back in slot
+2 * k + 2 * p - 1 - s, and the two directions never want the same slot. Further units follow after
+2 * p slots each. If B = F the bubble is (p - 2) * F for any m; if B = 2 * F it is (p - 2) * (m / p
++ 1) * F. A rank holds p / 2 + 1 activations at the ends and p in the middle, and the weights
+twice: it can be simulated and drawn, not run.
 """
 
 from __future__ import annotations

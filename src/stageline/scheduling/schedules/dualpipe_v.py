@@ -1,6 +1,16 @@
 """DualPipeV: stages in a V, so that each rank runs a forward of one while another goes backward.
 
-PICTURE
+    rank 0   0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3&3B1 .   3F2&0B0 3B2==== 3F3&0B1 3B3==== 0I2 0W2 0I3 0W3
+    rank 1   .   1F0 2F0 1F1 2F1 1F2 2B0==== 2F2&1B0 1F3&2B1 2F3&1B1 2B2==== 1B2==== 2I3 1I3 2W3 1W3
+
+    p = 2 ranks, m = 4 microbatches, 4 stages   (0F3&3B1 overlap; drawn with B and pairs of two)
+
+Rank r holds stages r and 2p - 1 - r: the first and the last stage meet on rank 0, and the turn
+costs no transfer. In the middle of the step a rank runs a forward of one stage and a backward of
+its other stage together, so that the transfers of one hide behind the work of the other. The
+bubble is (p - 1) * (F&B + B - 3 * W) / 2, and F&B, the time of the pair, may be less than F + B. A
+rank holds p + 1/2 activations. DeepSeek's DualPipe cut in half; the order is that of torch's
+ScheduleDualPipeV.
 """
 
 from __future__ import annotations

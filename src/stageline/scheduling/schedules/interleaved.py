@@ -1,6 +1,18 @@
 """Interleaved 1F1B: a rank holds several stages, and microbatches go round the ranks in groups.
 
-PICTURE
+    rank 0   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3
+    rank 1   .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+
+    p = 2 ranks, m = 4 microbatches, v = 2 stages per rank   (drawn with B as long as F)
+
+A rank begins and ends with a piece of its work, so that filling and draining take 1 / v of the
+time: with v stages per rank the bubble is (p - 1) * (F + B) / v. The price is v times as many
+transfers and a little more memory: rank r holds (v - 1) * p + 2 * (p - 1 - r) + 1 of its stages'
+activations, on rank 0 p + (p - 1) / v in units of a rank's share. With a small latency c it takes
+2 * c * (v * p - 1) more, however many microbatches there are.
+
+The order is Megatron's: microbatches go round in groups of p, or more where a remainder would be
+too small to fill a round. Where p divides m, torch's ScheduleInterleaved1F1B is the same.
 """
 
 from __future__ import annotations

@@ -1,6 +1,13 @@
 """Interleaved zero bubble: interleaved 1F1B with the backward in two halves, as in ZB-H1.
 
-PICTURE
+    rank 0   0F0 0F1 2F0 2F1 .   2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
+    rank 1   .   1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
+
+    p = 2 ranks, m = 2 microbatches, v = 2 stages per rank   (I input gradient, W weight gradient)
+
+With v stages per rank the bubble is (p - 1) * (F + I - W) / v, a v-th of that of ZB-H1, with the
+same p activations in units of a rank's share. With v = 2 it takes as long as ZB-V. The order is
+that of torch's ScheduleInterleavedZeroBubble.
 """
 
 from __future__ import annotations

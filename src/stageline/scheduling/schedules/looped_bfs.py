@@ -1,6 +1,14 @@
 """Looped BFS: all microbatches through the first stage of a rank, then all through its second.
 
-PICTURE
+    rank 0   0F0 0F1 0F2 2F0 2F1 2F2 .   .   2B2 2B1 2B0 0B2 0B1 0B0
+    rank 1   .   1F0 1F1 1F2 3F0 3F1 3F2 3B2 3B1 3B0 1B2 1B1 1B0
+
+    p = 2 ranks, m = 3 microbatches, v = 2 stages per rank   (drawn with B as long as F)
+
+As fast as interleaved 1F1B, (p - 1) * (F + B) / v of bubble, but every activation is held: m on
+each rank. A stage does all its work in one go, so with sharded data parallelism its weights are
+gathered and its gradients reduced once, while other stages compute. Backwards run in descending
+order of microbatches, as in torch's ScheduleLoopedBFS.
 """
 
 from __future__ import annotations

@@ -19,10 +19,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from stageline.errors import ScheduleError
 from stageline.scheduling.action import Kind
 from stageline.scheduling.schedule import NO_PEER, ROW_DTYPE, Row, Schedule
-from stageline.scheduling.schedules.sizes import check_sizes
+from stageline.scheduling.schedules.sizes import check_sizes, straight_ranks
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 
@@ -58,15 +57,8 @@ def build_rows(
     Raises:
         ScheduleError: The numbers make no pipeline.
     """
-    ranks = num_stages if num_ranks is None else num_ranks
-    check_sizes(
-        name, num_stages=num_stages, num_microbatches=num_microbatches, num_ranks=num_ranks
-    )
-    if ranks > num_stages:
-        raise ScheduleError(
-            f"{name} needs a stage for every rank, got num_stages={num_stages} for "
-            f"num_ranks={ranks}: cut the model into more stages or use fewer ranks"
-        )
+    check_sizes(name, num_microbatches=num_microbatches)
+    ranks = straight_ranks(name, num_stages=num_stages, num_ranks=num_ranks)
     placed = enumerate(contiguous(num_stages, ranks))
     return Schedule(tuple(row(rank, stages) for rank, stages in placed), name)
 

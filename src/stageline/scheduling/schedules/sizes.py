@@ -17,6 +17,18 @@ def check_sizes(name: str, **sizes: int | None) -> None:
             raise ScheduleError(f"{name} needs {what} of at least 1, got {what}={size!r}")
 
 
+def straight_ranks(name: str, *, num_stages: int, num_ranks: int | None) -> int:
+    """Return how many ranks a pipeline has that holds consecutive stages on each."""
+    check_sizes(name, num_stages=num_stages, num_ranks=num_ranks)
+    ranks = num_stages if num_ranks is None else num_ranks
+    if ranks > num_stages:
+        raise ScheduleError(
+            f"{name} needs a stage for every rank, got num_stages={num_stages} for "
+            f"num_ranks={ranks}: cut the model into more stages or use fewer ranks"
+        )
+    return ranks
+
+
 def ranks_with(name: str, stages_per_rank: int, *, num_stages: int, num_ranks: int | None) -> int:
     """Return how many ranks a pipeline has whose ranks all hold so many stages.
 
@@ -85,7 +97,8 @@ def check_microbatches(
         return
     wanted = [f"at least {least} microbatches"] if least > multiple else []
     if multiple > 1:
-        wanted.append("an even number" if multiple == 2 else f"a multiple of {multiple}")
+        many = "an even number" if multiple == 2 else f"a multiple of {multiple}"
+        wanted.append(many if wanted else f"{many} microbatches")
     if num_microbatches < least:
         way_out = f"use num_microbatches={least}"
     else:

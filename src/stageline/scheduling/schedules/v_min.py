@@ -1,6 +1,15 @@
 """V-Min: the V of ZB-V with a third of the activations of 1F1B.
 
-PICTURE
+    rank 0   0F0 0F1 .   3F0 3I0 3W0 .   0I0 0W0 3F1 3I1 3W1 0F2 0I1 0W1 3F2 3I2 3W2 .   0I2 0W2
+    rank 1   .   1F0 2F0 .   .   2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 1F2 2F2 2W1 1W1 2I2 1I2 2W2 1W2
+
+    p = 2 ranks, m = 3 microbatches, 4 stages   (I input gradient, W weight gradient)
+
+Rank r holds stages r and 2p - 1 - r: the first and the last stage meet on rank 0, and the turn
+costs no transfer. Microbatches follow each other so that a rank holds at most floor((p + 4) / 3)
+activations, a third of what 1F1B holds on its first rank. If F, I and W are equal, span exceeds m
+* (F + B) by (4 * p - 5) / 2 * F, or (4 * p - 7) / 2 * F where p is a multiple of 3: two thirds of
+the bubble of 1F1B. It suffers more than V-Half where they are not equal.
 """
 
 from __future__ import annotations

@@ -1,6 +1,17 @@
 """Varuna: forwards are thrown away and recomputed, just before the gradient comes back.
 
-PICTURE
+    rank 0   F0 F1 F2 F3 R0 .  B0 R1 B1 R2 B2 R3 .  .  B3
+    rank 1   .  F0 F1 F2 R0 B0 R1 B1 R2 B2 F3 R3 .  B3
+    rank 2   .  .  F0 B0 F1 B1 F2 B2 .  .  .  F3 B3
+
+    p = 3 ranks, m = 4 microbatches   (R recompute; drawn with B as long as F)
+
+Only the input of a stage is kept from its forward; its activations are computed again when the
+rank below begins its own backward, and are there when the gradient comes. The last rank keeps its
+own. A rank holds the inputs of min(3 * (p - 1 - r), m) microbatches, and the activations of one.
+If B = 2 * F and R = F, T exceeds m * (F + R + B) by at most (3 * p - 4) * F.
+
+The order is that of Varuna's generator: first a running backward, then a new one, then R, then F.
 """
 
 from __future__ import annotations
@@ -12,7 +23,7 @@ import numpy as np
 from stageline.scheduling.action import Kind
 from stageline.scheduling.schedule import NO_PEER, ROW_DTYPE, Row, Schedule
 from stageline.scheduling.schedules.rows import build_rows
-from stageline.scheduling.schedules.sizes import check_sizes
+from stageline.scheduling.schedules.sizes import check_sizes, straight_ranks
 
 NAME = "varuna"
 
@@ -32,9 +43,9 @@ def varuna(num_stages: int, num_microbatches: int, *, num_ranks: int | None = No
         num_microbatches: Slices of the batch, any number.
         num_ranks: Workers; one per stage unless given. A rank holds consecutive stages.
     """
-    ranks = num_stages if num_ranks is None else num_ranks
-    check_sizes(NAME, num_stages=num_stages, num_microbatches=num_microbatches, num_ranks=ranks)
-    orders = _orders(min(ranks, num_stages), num_microbatches)
+    check_sizes(NAME, num_microbatches=num_microbatches)
+    ranks = straight_ranks(NAME, num_stages=num_stages, num_ranks=num_ranks)
+    orders = _orders(ranks, num_microbatches)
 
     def row(rank: int, stages: range) -> Row:
         return _through(stages, np.array(orders[rank]))

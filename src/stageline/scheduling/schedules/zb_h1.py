@@ -1,6 +1,15 @@
 """ZB-H1: 1F1B with the backward in two halves, and weight gradients where a rank would wait.
 
-PICTURE
+    rank 0   F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
+    rank 1   .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+    rank 2   .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+
+    p = 3 ranks, m = 4 microbatches   (I input gradient, W weight gradient)
+
+Others wait only for the input gradient, so a rank passes it on first and computes weight gradients
+when it would wait. A rank holds p activations, as the first rank of 1F1B does, and the bubble
+falls from (p - 1) * (F + B) to (p - 1) * (F + I - min(F, I, W)): to a third, if the three are
+equal.
 """
 
 from __future__ import annotations

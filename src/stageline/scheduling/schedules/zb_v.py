@@ -1,6 +1,15 @@
 """ZB-V: stages laid down and up again in a V, the backward in two halves, and no rank ever waits.
 
-PICTURE
+    rank 0   0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
+    rank 1   .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+
+    p = 2 ranks, m = 3 microbatches, 4 stages   (I input gradient, W weight gradient)
+
+Rank r holds stages r and 2p - 1 - r: the first and the last stage meet on rank 0, and the turn
+costs no transfer. If F, I and W are equal and m >= 2 * p - 1, no rank waits between its first
+forward and its last action: span is m * (F + B), and T is longer by the (p - 1) / 2 * F in which
+the ranks begin. Every rank holds p activations, as the first rank of 1F1B does. The order is that
+of the authors' handcrafted schedule and of torch's ScheduleZBVZeroBubble.
 """
 
 from __future__ import annotations
