@@ -20,7 +20,11 @@ from tests.people.markdown import (
 pytestmark = pytest.mark.people
 
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+PAGES = [
+    README,
+    *sorted((ROOT / "docs" / "guide").glob("*.md")),
+    ROOT / "docs" / "understanding" / "schedules.md",
+]
 MARK = "---- the next block of the page"
 MADE = {target for target in re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)}
 

@@ -9,6 +9,7 @@ import pytest
 from stageline.scheduling import Costs, Kind, Schedule, parse, picture, schedules
 from stageline.scheduling.drawing import COLORS, PLAIN
 from stageline.scheduling.schedules import forward_only, gpipe, one_f_one_b
+from tests.scheduling.families import example
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -115,8 +116,8 @@ def test_of_a_long_picture_the_middle_is_left_out() -> None:
 @pytest.mark.parametrize("width", [1, 10, 40, 80, 133])
 @pytest.mark.parametrize("name", schedules.NAMES)
 def test_no_row_is_wider_than_the_terminal(name: str, width: int) -> None:
-    drawn = schedules.build(name, 12, 30, num_ranks=11).picture(width=width)
-    one_cell = len("rank 10 │11F29 ")
+    drawn = example(name, num_ranks=10, num_microbatches=30).picture(width=width)
+    one_cell = len("rank 9 │19F29 ")
     for line in drawn.splitlines():
         if line.startswith("rank"):
             assert len(line) <= max(width, one_cell)

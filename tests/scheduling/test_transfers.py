@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stageline.errors import ScheduleError
-from stageline.scheduling import Action, Costs, Kind, Schedule, order_transfers, parse, schedules
+from stageline.scheduling import Action, Costs, Kind, Schedule, order_transfers, parse
 from stageline.scheduling.schedules import forward_only, gpipe, one_f_one_b
+from tests.scheduling.families import RUNNABLE, example
 from tests.scheduling.random_schedules import random_schedules
 
 MAKERS = {
@@ -207,8 +208,8 @@ def test_a_reduction_keeps_its_place() -> None:
 
 
 def test_transfers_that_are_there_are_replaced() -> None:
-    for name in schedules.NAMES:
-        once = order_transfers(schedules.build(name, 4, 5, num_ranks=3))
+    for name in RUNNABLE:
+        once = order_transfers(example(name, num_ranks=3, num_microbatches=6))
         assert order_transfers(once) == once
     assert order_transfers(add_naively(one_f_one_b(3, 4))) == order_transfers(one_f_one_b(3, 4))
 
@@ -261,10 +262,10 @@ def test_no_deadlock_on_one_untagged_channel_per_pair(
 
 
 @pytest.mark.parametrize("blocking", [False, True], ids=["waits at use", "blocks at transfer"])
-@pytest.mark.parametrize("name", schedules.NAMES)
+@pytest.mark.parametrize("name", RUNNABLE)
 def test_no_deadlock_of_the_families(name: str, blocking: bool) -> None:
-    for stages, ranks, microbatches in [(2, 2, 1), (2, 2, 5), (4, 4, 3), (4, 4, 9), (7, 3, 5)]:
-        schedule = schedules.build(name, stages, microbatches, num_ranks=ranks)
+    for ranks, microbatches in [(2, 1), (2, 5), (4, 3), (4, 9), (3, 5)]:
+        schedule = example(name, num_ranks=ranks, num_microbatches=microbatches)
         for costs in (Costs(), Costs(1, 1), Costs(0, 0), Costs(1, 2, latency=7)):
             Rendezvous(order_transfers(schedule, costs), blocking).run()
 

@@ -88,7 +88,7 @@ def _figures(simulation: Simulation) -> dict[str, object]:
         "span": _plain(simulation.span),
         "bubble": _plain(simulation.bubble),
         "busy": [_plain(time) for time in simulation.busy],
-        "peak": list(simulation.peak),
+        "peak": [_plain(peak) for peak in simulation.peak],
     }
 
 

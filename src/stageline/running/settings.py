@@ -158,8 +158,9 @@ class Settings:
         given = self._given_schedule()
         if isinstance(given, ScheduleError):
             return [str(given)]
-        if isinstance(given, str):
-            return []
+        refusal = schedules.family(given).refusal if isinstance(given, str) else given.refusal
+        if refusal is not None or isinstance(given, str):
+            return [] if refusal is None else [refusal]
         others = sorted(
             kind.letter for kind in given.compute_only().kinds() if kind not in _RUNNABLE
         )

@@ -3,7 +3,8 @@
     action.py      one thing one rank does, and its text form
     schedule.py    the rows of all ranks, as integer arrays
     text.py        a schedule as text, and back
-    schedules/     the families: gpipe, 1f1b, sequential, forward-only
+    torch_form.py  the same in the words of torch.distributed.pipelining
+    schedules/     the families, from gpipe to bitpipe
     passes.py      a schedule in, another one out
     work.py        what waits for what
     walk.py        an order in which everything can run, or the deadlock explained

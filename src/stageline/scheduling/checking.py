@@ -1,7 +1,7 @@
 """Can this schedule run? Every fault of its rows, found at once.
 
 1 numbering    stages 0..S-1 and microbatches 0..m-1 without a hole, no rank without work
-2 placement    a stage is on one rank
+2 placement    a stage is on one rank, or on one per copy of the model; a microbatch stays on it
 3 completeness each stage runs each microbatch forward once; backward either for none of them,
                or for each: one B, or one I and one W
 4 order        on its rank, F before B or I, I before W, R between F and B, REDUCE at the end
@@ -51,14 +51,15 @@ def find_faults(schedule: Schedule) -> list[str]:
         *_holes("microbatch", microbatches),
     ]
     for stage in stages.tolist():
-        faults += _split_stage(ledger, stage)
+        faults += _split_stage(ledger, stage, schedule.replicas)
         faults += _forward(ledger, stage, microbatches)
         if schedule.has_backward:
             faults += _backward(ledger, stage, microbatches)
         faults += _recompute(ledger, stage)
         faults += _order(ledger, stage)
         faults += _reduction(ledger, stage)
-    faults += find_transfer_faults(ledger, stages)
+    faults += _strays(ledger) if schedule.replicas > 1 else []
+    faults += find_transfer_faults(ledger, stages) if schedule.replicas == 1 else []
     if not is_sparse(schedule):
         # What is missing or late was reported above; here it only counts who waits for whom.
         deadlock = walk(Work.of(schedule, forgiving=True)).deadlock
@@ -86,11 +87,26 @@ def _holes(what: str, used: Integers) -> Iterator[str]:
             yield f"{what} {hole} appears in no row: number them from 0 without a hole"
 
 
-def _split_stage(ledger: Ledger, stage: int) -> Iterator[str]:
+def _split_stage(ledger: Ledger, stage: int, replicas: int) -> Iterator[str]:
     ranks = ledger.holders[stage]
-    if len(ranks) > 1:
+    if len(ranks) > replicas:
         names = " and ".join(str(rank) for rank in ranks)
-        yield f"stage {stage} stands on ranks {names}: a stage runs on one rank"
+        wanted = "one rank" if replicas == 1 else f"one rank for each of {replicas} copies"
+        yield f"stage {stage} stands on ranks {names}: a stage runs on {wanted}"
+
+
+def _strays(ledger: Ledger) -> Iterator[str]:
+    """Find microbatches that change from one copy of a stage to another."""
+    places = np.flatnonzero(ledger.rows["kind"] <= Kind.RECOMPUTE)
+    rows, ranks = ledger.rows[places], ledger.ranks[places]
+    order = np.lexsort((ranks, rows["microbatch"], rows["stage"]))
+    stage, microbatch, ranks = rows["stage"][order], rows["microbatch"][order], ranks[order]
+    same = (np.diff(stage) == 0) & (np.diff(microbatch) == 0)
+    for at in np.flatnonzero(same & (np.diff(ranks) != 0)).tolist():
+        yield (
+            f"stage {stage[at]} runs microbatch {microbatch[at]} on ranks {ranks[at]} and "
+            f"{ranks[at + 1]}: a microbatch stays with one copy"
+        )
 
 
 def _forward(ledger: Ledger, stage: int, microbatches: Integers) -> Iterator[str]:

@@ -30,6 +30,7 @@ class Costs:
         input_gradient: I; half of B unless given.
         weight_gradient: W; half of B unless given.
         recompute: R; as long as F unless given.
+        pair: F and B of a pair together, which overlap; the sum of the two unless given.
         latency: From the end of an action on one rank until another rank can use its result. It
             occupies neither rank. Between stages of the same rank it is zero.
     """
@@ -40,6 +41,7 @@ class Costs:
     weight_gradient: Number | Sequence[Number] | None = None
     recompute: Number | Sequence[Number] | None = None
     latency: Number = 0
+    pair: Number | None = None
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self)):
@@ -84,7 +86,7 @@ def number_text(number: Number) -> str:
 
 
 def _clean_all(name: str, value: object) -> Number | tuple[Number, ...]:
-    if name == "latency" or isinstance(value, str) or not isinstance(value, Iterable):
+    if name in ("latency", "pair") or isinstance(value, str) or not isinstance(value, Iterable):
         return _clean(name, value)
     return tuple(_clean(f"{name} of stage {stage}", item) for stage, item in enumerate(value))
 

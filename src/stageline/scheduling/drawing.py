@@ -78,8 +78,7 @@ def picture(
     """
     simulation = simulate(schedule, costs)
     sheet = _Sheet.of(simulation)
-    rows = schedule.compute_only().arrays
-    lines = [_draw(row.tolist(), rank, simulation, sheet) for rank, row in enumerate(rows)]
+    lines = [_draw(rank, simulation, sheet) for rank in range(schedule.num_ranks)]
     columns = shutil.get_terminal_size().columns if width is None else width
     return "\n".join(
         [
@@ -147,25 +146,33 @@ class _Line:
         return "".join(pieces).rstrip() + (PLAIN if painted is not None else "")
 
 
-def _draw(
-    row: list[tuple[int, int, int, int]], rank: int, simulation: Simulation, sheet: _Sheet
-) -> _Line:
+def _draw(rank: int, simulation: Simulation, sheet: _Sheet) -> _Line:
+    computed = simulation.schedule.compute_only()
+    row = computed.arrays[rank].tolist()
+    labels = _labels(row, sheet)
+    for at in computed.pairs[rank].tolist() if computed.pairs else ():
+        labels[at : at + 2] = [f"{labels[at]}&{labels[at + 1]}", ""]  # one cell, that of F
     num_columns = sheet.column(simulation.T)
     line = _Line([" "] * num_columns, [None] * num_columns)
     times = zip(simulation.start[rank], simulation.end[rank], strict=True)
     free = 0
-    for (kind, stage, microbatch, _), (start, end) in zip(row, times, strict=True):
+    for (kind, _, _, _), label, (start, end) in zip(row, labels, times, strict=True):
         begin, stop = sheet.column(start), sheet.column(end)
         for column in range(free, begin - 1, sheet.cell):
             line.characters[column] = WAIT
-        label = action_text(kind, stage, microbatch)
-        if not sheet.names_stages:
-            label = label.removeprefix(str(stage))
         line.characters[begin:stop] = _cell(label, stop - begin, FILLS[Kind(kind)])
         # The last column of a cell stays blank: it parts the cell from the next.
         line.paint[begin : stop - 1] = [Kind(kind)] * (stop - 1 - begin)
         free = stop
     return line
+
+
+def _labels(row: list[tuple[int, int, int, int]], sheet: _Sheet) -> list[str]:
+    labels = [action_text(kind, stage, microbatch) for kind, stage, microbatch, _ in row]
+    if sheet.names_stages:
+        return labels
+    stages = (str(stage) for _, stage, _, _ in row)
+    return [label.removeprefix(stage) for label, stage in zip(labels, stages, strict=True)]
 
 
 def _cell(label: str, size: int, fill: str) -> list[str]:

@@ -18,7 +18,7 @@ def keep_microbatches(schedule: Schedule, count: int) -> Schedule:
     0F0 0F1 0B0 0B1
     1F0 1B0 1F1 1B1
     """
-    return Schedule(tuple(row[row["microbatch"] < count] for row in schedule.arrays), schedule.name)
+    return schedule.keep([row["microbatch"] < count for row in schedule.arrays])
 
 
 def forward_part(schedule: Schedule) -> Schedule:
@@ -29,9 +29,7 @@ def forward_part(schedule: Schedule) -> Schedule:
     0F0 0F1
     1F0 1F1
     """
-    return Schedule(
-        tuple(row[row["kind"] == Kind.FORWARD] for row in schedule.arrays), schedule.name
-    )
+    return schedule.keep([row["kind"] == Kind.FORWARD for row in schedule.arrays])
 
 
 def forwards_first(schedule: Schedule) -> Schedule:
@@ -48,4 +46,4 @@ def forwards_first(schedule: Schedule) -> Schedule:
     for row in schedule.compute_only().arrays:
         is_forward = row["kind"] == Kind.FORWARD
         rows.append(np.concatenate([row[is_forward], row[~is_forward]]))
-    return Schedule(tuple(rows), schedule.name)
+    return Schedule(tuple(rows), schedule.name, replicas=schedule.replicas)

@@ -3,6 +3,13 @@
 Executor, check, simulator and picture all read these rows; nothing else says when something runs.
 A row is a numpy array of 13 bytes an action, so that the 17 million actions of a large pipeline
 take 220 MB; an ``Action`` object is made only when somebody looks at one.
+
+Two things stand beside the rows, for the families that need them:
+
+    pairs      0F7&7B3: a forward and the backward after it that overlap. To the simulator they are
+               one action with a time of its own; an executor may run one after the other.
+    replicas   how many copies of the model there are. With two, every stage is on two ranks, and
+               each microbatch takes one of them; nothing else changes in the rows.
 """
 
 from __future__ import annotations
@@ -22,6 +29,8 @@ if TYPE_CHECKING:
     from stageline.scheduling.costs import Costs
 
 Row: TypeAlias = npt.NDArray[np.void]
+Booleans: TypeAlias = npt.NDArray[np.bool_]
+Positions: TypeAlias = npt.NDArray[np.int64]
 
 ROW_DTYPE = np.dtype([("kind", "u1"), ("stage", "i4"), ("microbatch", "i4"), ("peer", "i4")])
 NO_PEER = -1
@@ -42,20 +51,27 @@ class Schedule:
     >>> str(schedule.row(1)[0])
     '1F0'
 
-    Two schedules are equal when their rows are; the name is for people.
+    Two schedules are equal when their rows, pairs and replicas are; the name is for people.
 
     Attributes:
         arrays: One array of dtype ``ROW_DTYPE`` per rank. The schedule takes them over and makes
             them read-only. ``peer`` is -1 where an action has none.
         name: What pictures and messages call it.
+        pairs: For each rank, where in its row the forwards stand that overlap with the backward
+            right after them, ascending. Empty where no rank has any.
+        replicas: How many copies of the model there are, each on ranks of its own choice.
     """
 
     arrays: tuple[Row, ...]
     name: str = "custom"
+    pairs: tuple[Positions, ...] = ()
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         if not self.arrays:
             raise ScheduleError("a schedule needs at least one rank: give it a row")
+        if self.replicas < 1:
+            raise ScheduleError(f"replicas={self.replicas}: a model has at least one copy")
         for rank, row in enumerate(self.arrays):
             if row.dtype != ROW_DTYPE or row.ndim != 1:
                 raise ScheduleError(
@@ -69,11 +85,29 @@ class Schedule:
                     f"build it with Schedule.from_rows, which names it"
                 )
             row.flags.writeable = False
+        self._take_pairs()
+
+    def _take_pairs(self) -> None:
+        if not any(len(positions) for positions in self.pairs):
+            object.__setattr__(self, "pairs", ())
+            return
+        for rank, (row, positions) in enumerate(zip(self.arrays, self.pairs, strict=True)):
+            if not _are_pairs(row, positions):
+                raise ScheduleError(
+                    f"rank {rank}: a pair is a forward with a backward right after it, as in "
+                    f"0F7&7B3, got pairs at {positions.tolist()}"
+                )
+            positions.flags.writeable = False
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[Action]], name: str = "custom") -> Schedule:
         """Build a schedule from one sequence of actions per rank."""
         return cls(tuple(_array(row) for row in rows), name)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the schedule can be simulated and drawn but not run; None for all others."""
+        return refusal(self.name, self.replicas)
 
     @property
     def num_ranks(self) -> int:
@@ -96,7 +130,8 @@ class Schedule:
     def placement(self) -> tuple[int, ...]:
         """Which rank holds each stage: the one whose row computes it.
 
-        In a schedule that ``check`` refuses, the first of several ranks, and -1 for none.
+        Where there are several copies, the lowest of their ranks. In a schedule that ``check``
+        refuses, the first of several ranks, and -1 for none.
         """
         rank_of = [NO_RANK] * self.num_stages
         for rank in reversed(range(self.num_ranks)):
@@ -107,7 +142,10 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that a rank holds, ascending."""
-        return tuple(stage for stage, at in enumerate(self.placement) if at == rank)
+        if self.replicas == 1:
+            return tuple(stage for stage, at in enumerate(self.placement) if at == rank)
+        row = self.arrays[rank]
+        return tuple(np.unique(row["stage"][row["kind"] <= Kind.RECOMPUTE]).tolist())
 
     def row(self, rank: int) -> tuple[Action, ...]:
         """Return what one rank does, as ``Action`` objects."""
@@ -134,7 +172,16 @@ class Schedule:
 
     def compute_only(self) -> Schedule:
         """Return the same rows without their transfers."""
-        return Schedule(tuple(row[~is_transfer(row)] for row in self.arrays), self.name)
+        return self.keep([~is_transfer(row) for row in self.arrays])
+
+    def keep(self, chosen: Sequence[Booleans]) -> Schedule:
+        """Return the actions that are chosen, per rank; a pair stays one if both of its are."""
+        pairs = []
+        for mask, positions in zip(chosen, self.pairs, strict=False):
+            kept = positions[mask[positions] & mask[positions + 1]]
+            pairs.append(np.cumsum(mask)[kept] - 1)
+        rows = (row[mask] for row, mask in zip(self.arrays, chosen, strict=True))
+        return Schedule(tuple(rows), self.name, tuple(pairs), self.replicas)
 
     def check(self) -> Schedule:
         """Return the schedule itself if it can run.
@@ -158,6 +205,12 @@ class Schedule:
 
         return format(self)
 
+    def csv(self) -> str:
+        """Return the rows as torch.distributed.pipelining writes them; ``parse`` reads it back."""
+        from stageline.scheduling.torch_form import format_csv
+
+        return format_csv(self)
+
     def picture(
         self, costs: Costs | None = None, *, color: bool = False, width: int | None = None
     ) -> str:
@@ -173,9 +226,9 @@ class Schedule:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
             return NotImplemented
-        return self.num_ranks == other.num_ranks and all(
-            np.array_equal(mine, theirs)
-            for mine, theirs in zip(self.arrays, other.arrays, strict=True)
+        return self.replicas == other.replicas and all(
+            len(mine) == len(theirs) and all(map(np.array_equal, mine, theirs))
+            for mine, theirs in ((self.arrays, other.arrays), (self.pairs, other.pairs))
         )
 
     def __hash__(self) -> int:
@@ -187,7 +240,7 @@ class Schedule:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copies and pickles go through the constructor, which makes their arrays read-only again.
-        return (Schedule, (self.arrays, self.name))
+        return (Schedule, (self.arrays, self.name, self.pairs, self.replicas))
 
     def __str__(self) -> str:
         return self.text()
@@ -199,10 +252,20 @@ class Schedule:
         )
 
 
-def is_transfer(row: Row) -> npt.NDArray[np.bool_]:
+def refusal(name: str, replicas: int) -> str | None:
+    """Return why a schedule that keeps so many copies of the model cannot be run, if so."""
+    if replicas == 1:
+        return None
+    return (
+        f"{name} needs {replicas} copies of the weights, on different ranks, and a pipeline here "
+        f"keeps one: it can be simulated and drawn, not run; dualpipe-v and zb-v need one"
+    )
+
+
+def is_transfer(row: Row) -> Booleans:
     """Return, for each action of a row, whether it sends or receives."""
     kind = row["kind"]
-    transfers: npt.NDArray[np.bool_] = (kind >= Kind.SEND_FORWARD) & (kind <= Kind.RECEIVE_BACKWARD)
+    transfers: Booleans = (kind >= Kind.SEND_FORWARD) & (kind <= Kind.RECEIVE_BACKWARD)
     return transfers
 
 
@@ -231,3 +294,14 @@ def _has_impossible_action(row: Row) -> bool:
         or peer_is_wrong.any()
         or reduces_one_microbatch.any()
     )
+
+
+def _are_pairs(row: Row, positions: Positions) -> bool:
+    if not len(positions):
+        return True
+    inside = bool(positions[0] >= 0 and positions[-1] < len(row) - 1)
+    if not inside or bool((np.diff(positions) <= 0).any()):
+        return False
+    kind = row["kind"]
+    forward, backward = kind[positions] == Kind.FORWARD, kind[positions + 1] == Kind.BACKWARD
+    return bool((forward & backward).all())

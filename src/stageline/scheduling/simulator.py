@@ -2,7 +2,8 @@
 
 The rule: each rank runs its row strictly in order; an action starts as soon as its rank is free
 and what it waits for has ended, plus the latency if that ran on another rank. Transfers take
-nothing from the rank, so it makes no difference whether the rows contain them.
+nothing from the rank, so it makes no difference whether the rows contain them. A pair is one
+action: it starts when both its halves could, and its forward and its backward end together.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Simulation:
         busy: How long each rank computes.
         bubble: The share of the ranks' time, ``num_ranks * T``, in which they do not compute.
         peak: How many activations each rank holds at most: one more with each F, one less with
-            each B or W. Without a backward nothing is kept, and the peak is 1.
+            each B or W. Without a backward nothing is kept, and the peak is that of one F. The
+            unit is the activations of one microbatch in a rank's share of the model, so that
+            schedules compare: of two stages per rank, each counts one half.
         start: When each action starts, per rank, in the order of ``schedule.compute_only()``.
         end: When it ends.
     """
@@ -42,13 +45,13 @@ class Simulation:
     span: Number
     busy: tuple[Number, ...]
     bubble: Fraction | float
-    peak: tuple[int, ...]
+    peak: tuple[int | Fraction, ...]
     start: tuple[tuple[Number, ...], ...] = field(repr=False)
     end: tuple[tuple[Number, ...], ...] = field(repr=False)
 
     def figures(self) -> str:
         """Return T, span, bubble and peak on one line."""
-        peaks = " ".join(map(str, self.peak))
+        peaks = " ".join(map(number_text, self.peak))
         return (
             f"T {number_text(self.T)}   span {number_text(self.span)}   "
             f"bubble {float(self.bubble):.1%}   peak {peaks}"
@@ -80,7 +83,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
         span=max((_span(work, rank, start, end) for rank in range(schedule.num_ranks)), default=0),
         busy=busy,
         bubble=_bubble(busy, makespan),
-        peak=tuple(_peak(row, schedule.has_backward) for row in schedule.arrays),
+        peak=tuple(
+            _in_shares(_peak(row, schedule.has_backward), schedule) for row in schedule.arrays
+        ),
         start=start,
         end=end,
     )
@@ -103,6 +108,7 @@ class Times:
         before = _before(work)
         lag = _lags(work, costs.latency)
         duration = _durations(work, costs)
+        gates = work.gates
         start: list[Number] = [0] * len(waits)
         end: list[Number] = [0] * (len(waits) + 1)  # the extra place is end[NOTHING], time 0
         for index in order.sequence:
@@ -110,6 +116,8 @@ class Times:
             ready = end[waits[index]] + lag[index]
             if ready > now:
                 now = ready
+            if index in gates:
+                now = max(now, end[gates[index]] + lag[index + 1])
             start[index] = now
             end[index] = now + duration[index]
         end.pop()
@@ -141,7 +149,12 @@ def _durations(work: Work, costs: Costs) -> list[Number]:
     kinds, column = np.unique(work.rows["kind"], return_inverse=True)
     table = [cost for kind in kinds for cost in costs.per_stage(Kind(kind), work.num_stages)]
     places = column * work.num_stages + work.rows["stage"]
-    return [table[place] for place in places.tolist()]
+    durations = [table[place] for place in places.tolist()]
+    for at in work.pairs:
+        # The forward takes the time of both, the backward ends with it.
+        both = durations[at] + durations[at + 1] if costs.pair is None else costs.pair
+        durations[at], durations[at + 1] = both, 0
+    return durations
 
 
 def _by_rank(work: Work, flat: list[Number]) -> tuple[tuple[Number, ...], ...]:
@@ -177,3 +190,9 @@ def _peak(row: Row, has_backward: bool) -> int:
     release = (kind == Kind.BACKWARD) | (kind == Kind.WEIGHT_GRADIENT)
     change = (kind == Kind.FORWARD).astype(np.int64) - release
     return int(np.cumsum(change).max(initial=0))
+
+
+def _in_shares(activations: int, schedule: Schedule) -> int | Fraction:
+    """Return activations of stages in units of a rank's share of the model."""
+    shares = Fraction(activations * schedule.num_ranks, schedule.num_stages or 1)
+    return int(shares) if shares.denominator == 1 else shares

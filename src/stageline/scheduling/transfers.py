@@ -21,6 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from stageline.errors import ScheduleError
 from stageline.scheduling.action import Kind
 from stageline.scheduling.costs import Costs
 from stageline.scheduling.schedule import ROW_DTYPE, Row, Schedule
@@ -38,7 +39,8 @@ def order_transfers(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     1F0<0 1F0 1F1<0 1B0 1B0>0 1F1 1B1 1B1>0
 
     For every pair of ranks, the transfers between them stand in the same order in both rows.
-    Transfers that are there already are replaced. Every rank computes the same result by itself.
+    Transfers that are there already are replaced, and pairs become a forward and a backward that
+    run one after the other. Every rank computes the same result by itself.
 
     Args:
         schedule: What to complete; it is not changed.
@@ -46,9 +48,11 @@ def order_transfers(schedule: Schedule, costs: Costs | None = None) -> Schedule:
             in which values are really ready.
 
     Raises:
-        ScheduleError: The schedule deadlocks.
+        ScheduleError: The schedule deadlocks, or it cannot be run at all.
     """
-    work = Work.of(schedule)
+    if schedule.refusal:
+        raise ScheduleError(schedule.refusal)
+    work = Work.of(Schedule(schedule.arrays, schedule.name))
     order = walk(work)
     times = Times.of(work, order, costs or Costs())
     clock, turn = _clock(order, times), _turn(order)

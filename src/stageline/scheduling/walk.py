@@ -9,7 +9,6 @@ It needs no costs: whether a schedule can run does not depend on how long its ac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stageline.scheduling.work import MISSING, NOTHING, Work
@@ -28,6 +27,42 @@ class Walk:
     deadlock: str | None
 
 
+class _Ranks:
+    """How far each rank has come."""
+
+    def __init__(self, work: Work) -> None:
+        self.position = list(work.bounds[:-1])
+        self._ends = work.bounds[1:]
+        self._waits: list[int] = work.waits.tolist()
+        self._gates = work.gates
+        # Negative indices count from the end: the extra places answer for NOTHING and MISSING.
+        self._done = bytearray(len(self._waits) + 2)
+        self._done[NOTHING] = True
+        self._done[MISSING] = False
+
+    def advance(self, rank: int) -> range:
+        """Run all that the rank can run now, and return it."""
+        done, waits, gates = self._done, self._waits, self._gates
+        begin, end = self.position[rank], self._ends[rank]
+        index = begin
+        while index < end and done[waits[index]] and done[gates.get(index, NOTHING)]:
+            done[index] = True
+            index += 1
+        self.position[rank] = index
+        return range(begin, index)
+
+    def is_done(self, rank: int) -> bool:
+        return self.position[rank] == self._ends[rank]
+
+    def wanted(self, rank: int) -> int:
+        """Return what the rank waits for, NOTHING if it can go on."""
+        index = self.position[rank]
+        for owed in (self._waits[index], self._gates.get(index, NOTHING)):
+            if not self._done[owed]:
+                return owed
+        return NOTHING
+
+
 def walk(work: Work) -> Walk:
     """Run every action after those that it waits for.
 
@@ -35,49 +70,40 @@ def walk(work: Work) -> Walk:
     >>> walk(Work.of(parse("0F0 0B0 0F1 0B1 \\n 1F0 1F1 1B0 1B1"))).deadlock
     'deadlock: rank 0 waits at 0B0 for 1B0, rank 1 waits at 1F1 for 0F1'
     """
-    waits: list[int] = work.waits.tolist()
+    ranks = _Ranks(work)
     rank_of: list[int] = work.ranks.tolist()
-    position = list(work.bounds[:-1])
     sequence: list[int] = []
-
-    # Negative indices count from the end: the two extra places answer for NOTHING and MISSING.
-    done = bytearray(len(waits) + 2)
-    done[NOTHING] = True
-    done[MISSING] = False
-
-    for beginning in range(len(position)):
+    for beginning in range(len(ranks.position)):
         trail = [beginning]
         on_trail = {beginning}
         while trail:
             rank = trail[-1]
-            index, end = position[rank], work.bounds[rank + 1]
-            while index < end and done[waits[index]]:
-                done[index] = True
-                index += 1
-            sequence.extend(range(position[rank], index))
-            position[rank] = index
+            sequence.extend(ranks.advance(rank))
             # Back as soon as the rank before can go on, however much is left to do here.
-            if index == end or (len(trail) > 1 and done[waits[position[trail[-2]]]]):
+            if ranks.is_done(rank) or (len(trail) > 1 and ranks.wanted(trail[-2]) == NOTHING):
                 on_trail.discard(trail.pop())
                 continue
-            if waits[index] == MISSING:
-                text = f"deadlock: {_waiting(work, rank, index)}, which no rank runs"
+            owed = ranks.wanted(rank)
+            if owed == MISSING:
+                text = f"deadlock: {_waiting(work, ranks, rank)}, which no rank runs"
                 return Walk(sequence, text)
-            owing = rank_of[waits[index]]
+            owing = rank_of[owed]
             if owing in on_trail:
                 circle = trail[trail.index(owing) :]
-                return Walk(sequence, _explain(work, position, circle))
+                return Walk(sequence, _explain(work, ranks, circle))
             trail.append(owing)
             on_trail.add(owing)
     return Walk(sequence, None)
 
 
-def _explain(work: Work, position: Sequence[int], circle: list[int]) -> str:
+def _explain(work: Work, ranks: _Ranks, circle: list[int]) -> str:
     """Say who waits for whom, from the lowest rank on."""
     first = circle.index(min(circle))
-    ranks = circle[first:] + circle[:first]
-    return "deadlock: " + ", ".join(_waiting(work, rank, position[rank]) for rank in ranks)
+    ordered = circle[first:] + circle[:first]
+    return "deadlock: " + ", ".join(_waiting(work, ranks, rank) for rank in ordered)
 
 
-def _waiting(work: Work, rank: int, index: int) -> str:
-    return f"rank {rank} waits at {work.text(index)} for {work.wanted_text(index)}"
+def _waiting(work: Work, ranks: _Ranks, rank: int) -> str:
+    index = ranks.position[rank]
+    wanted = work.wanted_text(index, ranks.wanted(rank))
+    return f"rank {rank} waits at {work.text(index)} for {wanted}"

@@ -7,11 +7,14 @@ order is kept by the row itself, so one index per action is enough to say the wh
 
     rank 0   0F0 0F1 0B0 0B1   waits for   -   -   5   7        (index of 1B0, of 1B1)
     rank 1   1F0 1B0 1F1 1B1               0   -   1   -        (index of 0F0, of 0F1)
+
+The two actions of a pair (0F7&7B3) run as one, so its forward also waits for what its backward
+needs: the gate of that forward.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -41,6 +44,8 @@ class Work:
         ranks: The rank of each action.
         waits: The index of the action that each waits for, or NOTHING, or MISSING.
         num_stages: As in the schedule.
+        pairs: The index of the forward of each pair; its backward comes next.
+        gates: For those of them whose backward waits for anything, the index of that.
     """
 
     rows: Row
@@ -48,6 +53,8 @@ class Work:
     ranks: Integers
     waits: Integers
     num_stages: int
+    pairs: tuple[int, ...] = ()
+    gates: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, schedule: Schedule, *, forgiving: bool = False) -> Work:
@@ -67,7 +74,8 @@ class Work:
                 f"many forward actions, the rows hold {len(schedule)} actions in all: "
                 f"call check() for what is missing"
             )
-        arrays = schedule.compute_only().arrays
+        schedule = schedule.compute_only()
+        arrays = schedule.arrays
         sizes = [len(row) for row in arrays]
         rows = np.concatenate(arrays)
         waits, owed = _waits(rows, schedule.num_stages, schedule.num_microbatches)
@@ -78,12 +86,17 @@ class Work:
             # the action waits for that instead, and so for ever.
             late = owed > np.arange(len(rows))
             waits = np.where(late | (owed == MISSING), owed, waits)
+        bounds = (0, *np.cumsum(sizes).tolist())
+        firsts = zip(bounds, schedule.pairs, strict=False)
+        pairs = tuple(at for first, positions in firsts for at in (first + positions).tolist())
         return cls(
             rows=rows,
-            bounds=(0, *np.cumsum(sizes).tolist()),
+            bounds=bounds,
             ranks=np.repeat(np.arange(len(arrays)), sizes),
             waits=waits,
             num_stages=schedule.num_stages,
+            pairs=pairs,
+            gates={at: int(waits[at + 1]) for at in pairs if waits[at + 1] >= 0},
         )
 
     def crossing(self) -> Booleans:
@@ -97,9 +110,8 @@ class Work:
         kind, stage, microbatch, _ = self.rows[index].tolist()
         return action_text(kind, stage, microbatch)
 
-    def wanted_text(self, index: int) -> str:
+    def wanted_text(self, index: int, wanted: int) -> str:
         """Return the text form of what one action waits for, also where it is missing."""
-        wanted = int(self.waits[index])
         if wanted >= 0:
             return self.text(wanted)
         kind, stage, microbatch, _ = self.rows[index].tolist()

@@ -6,17 +6,24 @@ states its rule for ranks and need not know how many stages each holds.
 
     forwards([4, 5], range(2))  is  4F0 5F0      backwards([4, 5], range(2))  is  5B0 4B0
                                     4F1 5F1                                       5B1 4B1
+
+These are lines: one for each microbatch. Families that hold stages which are not consecutive write
+each as lines of its own, and take from them as a queue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from stageline.errors import ScheduleError
-from stageline.scheduling.action import LARGEST, Kind
+from stageline.scheduling.action import Kind
 from stageline.scheduling.schedule import NO_PEER, ROW_DTYPE, Row, Schedule
+from stageline.scheduling.schedules.sizes import check_sizes, straight_ranks
+
+Integers: TypeAlias = npt.NDArray[np.int64]
 
 
 def contiguous(num_stages: int, num_ranks: int) -> list[range]:
@@ -50,16 +57,8 @@ def build_rows(
     Raises:
         ScheduleError: The numbers make no pipeline.
     """
-    ranks = num_stages if num_ranks is None else num_ranks
-    sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_ranks": ranks}
-    for what, size in sizes.items():
-        if not isinstance(size, int) or not 1 <= size <= LARGEST:
-            raise ScheduleError(f"{name} needs {what} of at least 1, got {what}={size!r}")
-    if ranks > num_stages:
-        raise ScheduleError(
-            f"{name} needs a stage for every rank, got num_stages={num_stages} for "
-            f"num_ranks={ranks}: cut the model into more stages or use fewer ranks"
-        )
+    check_sizes(name, num_microbatches=num_microbatches)
+    ranks = straight_ranks(name, num_stages=num_stages, num_ranks=num_ranks)
     placed = enumerate(contiguous(num_stages, ranks))
     return Schedule(tuple(row(rank, stages) for rank, stages in placed), name)
 
@@ -72,6 +71,55 @@ def forwards(stages: range, microbatches: range) -> Row:
 def backwards(stages: range, microbatches: range) -> Row:
     """Return the backward of each microbatch, one line each, back through the stages."""
     return _actions(Kind.BACKWARD, stages[::-1], microbatches)
+
+
+def input_gradients(stages: range, microbatches: range) -> Row:
+    """Return the first half of each backward, one line each, back through the stages."""
+    return _actions(Kind.INPUT_GRADIENT, stages[::-1], microbatches)
+
+
+def weight_gradients(stages: range, microbatches: range) -> Row:
+    """Return the second half of each backward, one line each, in the order of the first."""
+    return _actions(Kind.WEIGHT_GRADIENT, stages[::-1], microbatches)
+
+
+def lines(kind: Kind, stages: Integers, microbatches: Integers) -> Row:
+    """Return one line of one action for each stage and microbatch, taken together."""
+    actions = np.empty((len(microbatches), 1), dtype=ROW_DTYPE)
+    actions["kind"] = kind
+    actions["stage"][:, 0] = stages
+    actions["microbatch"][:, 0] = microbatches
+    actions["peer"] = NO_PEER
+    return actions
+
+
+def as_kind(kind: Kind, taken: Row) -> Row:
+    """Return the same lines as actions of another kind."""
+    changed = taken.copy()
+    changed["kind"] = kind
+    return changed
+
+
+class Queue:
+    """The lines of one stage, taken from the front.
+
+    >>> queue = Queue(forwards(range(3, 4), range(5)))
+    >>> len(queue.take(2)), len(queue.rest())
+    (2, 3)
+    """
+
+    def __init__(self, waiting: Row) -> None:
+        self._waiting = waiting
+
+    def take(self, count: int) -> Row:
+        """Return the next lines and advance."""
+        assert count <= len(self._waiting), "a rule takes what is there"
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        return taken
+
+    def rest(self) -> Row:
+        """Return all that are left."""
+        return self.take(len(self._waiting))
 
 
 def alternate(*units: Row) -> Row:
