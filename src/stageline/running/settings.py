@@ -24,7 +24,6 @@ from stageline.scheduling.checking import find_faults as find_schedule_faults
 
 WrapStage = Callable[[nn.Module, int], nn.Module]
 TRANSPORTS = ("memory", "shared-memory", "process-group")
-_RUNNABLE = (Kind.FORWARD, Kind.BACKWARD)
 _MICROBATCHES_PER_RANK = 4  # the bubble of 1F1B is then at most a fifth
 
 
@@ -160,12 +159,9 @@ class Settings:
             return [str(given)]
         if isinstance(given, str):
             return []
-        others = sorted(
-            kind.letter for kind in given.compute_only().kinds() if kind not in _RUNNABLE
-        )
         faults = find_schedule_faults(given)
-        if others:
-            faults.append(f"it uses {', '.join(others)}, but only F and B can be run")
+        if Kind.REDUCE in given.kinds():
+            faults.append("it uses REDUCE, which cannot be run: leave it out")
         return faults
 
     def num_ranks(self, num_stages: int, world: World | None) -> tuple[int, list[str]]:
