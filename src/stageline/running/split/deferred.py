@@ -74,48 +74,48 @@ _ANCHOR = torch.empty(0, requires_grad=True)
 
 
 class _Bridge(torch.autograd.Function):
-    """An operation in a graph of its own."""
+    """An operation in a graph of its own.
+
+    Given its result there, in a list: as an argument by itself it would be part of this graph too.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, deferred: Deferred, call: Callable[[Sequence[Tensor]], Tensor], *outer: Tensor
+        ctx: Any, deferred: Deferred, made: list[Tensor], inner: Sequence[Tensor], *outer: Tensor
     ) -> Tensor:
-        with torch.enable_grad():
-            # detach() shares the version counter: a change in place is noticed, as without us.
-            ctx.inner = tuple(tensor.detach().requires_grad_() for tensor in outer)
-            made = call(ctx.inner)
         ctx.deferred = deferred
-        ctx.edge = gradient_edge(made)
+        ctx.inner = inner
+        ctx.edge = gradient_edge(made[0])
         ctx.set_materialize_grads(False)
-        return made.detach()
+        return made[0].detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         if gradient is None:
-            return (None, None, *(None for _ in ctx.inner))
+            return (None, None, None, *(None for _ in ctx.inner))
         ctx.deferred.keep(ctx.edge, gradient)
-        return (None, None, *gradients_of(ctx.edge, gradient, ctx.inner))
+        return (None, None, None, *gradients_of(ctx.edge, gradient, ctx.inner))
 
 
 class _Hold(torch.autograd.Function):
-    """A value whose gradient stops here."""
+    """Values whose gradients stop here."""
 
     @staticmethod
     def forward(
-        ctx: Any, deferred: Deferred, edge: GradientEdge, anchor: Tensor, value: Tensor
-    ) -> Tensor:
+        ctx: Any, deferred: Deferred, edges: Sequence[GradientEdge], anchor: Tensor, *values: Tensor
+    ) -> Any:
         ctx.deferred = deferred
-        ctx.edge = edge
+        ctx.edges = edges
         ctx.set_materialize_grads(False)
-        return value.detach()
+        return tuple(value.detach() for value in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        if gradient is not None:
-            ctx.deferred.keep(ctx.edge, gradient)
-        return (None, None, None, None)
+        for edge, gradient in zip(ctx.edges, gradients, strict=True):
+            if gradient is not None:
+                ctx.deferred.keep(edge, gradient)
+        return (None, None, None, *(None for _ in gradients))
 
 
 def bridge(
@@ -123,16 +123,19 @@ def bridge(
 ) -> Tensor:
     """Run an operation, given as a function of its activations, behind a bridge."""
     deferred.places += 1
+    # detach() shares the version counter: a change in place is noticed, as without us.
+    inner = [tensor.detach().requires_grad_() for tensor in activations]
     apply: Any = _Bridge.apply  # untyped in torch
-    made: Tensor = apply(deferred, call, *activations)
+    made: Tensor = apply(deferred, [call(inner)], inner, *activations)
     return made
 
 
-def hold(deferred: Deferred, value: Tensor) -> Tensor:
-    """Return a value with its gradient stopped, to be added when its turn comes in W."""
+def hold(deferred: Deferred, values: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Return values with their gradients stopped, by identity, to be added in their turn in W."""
     deferred.places += 1
-    # A node of its own, made now: it takes the turn that this use has in the plain model.
-    edge = gradient_edge(torch.ops.aten.alias(value))
+    # A node for each, made now: it takes the turn that this use has in the plain model. It hands
+    # the gradient on as it is, so that autograd knows whether others hold it too.
+    edges = [gradient_edge(torch.ops.aten.alias.default(value)) for value in values]
     apply: Any = _Hold.apply  # untyped in torch
-    held: Tensor = apply(deferred, edge, _ANCHOR, value.detach())
-    return held
+    held = apply(deferred, edges, _ANCHOR, *(value.detach() for value in values))
+    return {id(value): new for value, new in zip(values, held, strict=True)}

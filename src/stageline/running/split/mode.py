@@ -108,7 +108,8 @@ class Splitting(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _DIFFERENTIATES and self._deferred.places:
             raise Differentiates
-        weights, others = self._parameters.sort((*args, *kwargs.values()))
+        given = (*args, *kwargs.values()) if kwargs else args
+        weights, others = self._parameters.sort(given)
         if not weights or not _can_wait((*weights, *others)):
             return func(*args, **kwargs)
         if not others:
@@ -122,7 +123,7 @@ class Splitting(TorchFunctionMode):
             return self._bridged(func, args, kwargs, others)
         # What an operation changes in place must be the caller's own.
         changed = args[0] if args and _changes_first(func) else None
-        new = {id(w): hold(self._deferred, w) for w in weights if w is not changed}
+        new = hold(self._deferred, [weight for weight in weights if weight is not changed])
         return func(*exchanged(args, new), **_exchanged_values(kwargs, new))
 
     def _bridged(
@@ -137,16 +138,13 @@ class Splitting(TorchFunctionMode):
 
     def held(self, value: Any) -> Any:
         """Return what leaves the stage; what is made of parameters alone waits for W too."""
-        if isinstance(value, Tensor):
-            return hold(self._deferred, value) if self._waits(value) else value
-        leaves, spec = tree_flatten(value)
-        found = {
-            id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and self._waits(leaf)
-        }
-        if not found:
+        leaves, spec = ([value], None) if isinstance(value, Tensor) else tree_flatten(value)
+        waiting = [leaf for leaf in leaves if isinstance(leaf, Tensor) and self._waits(leaf)]
+        if not waiting:
             return value
-        new = {key: hold(self._deferred, leaf) for key, leaf in found.items()}
-        return tree_unflatten([new.get(id(leaf), leaf) for leaf in leaves], spec)
+        new = hold(self._deferred, waiting)
+        leaves = [new.get(id(leaf), leaf) for leaf in leaves]
+        return leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
     def _waits(self, tensor: Tensor) -> bool:
         return tensor.requires_grad and tensor in self._parameters and all_plain((tensor,))
@@ -172,4 +170,4 @@ def _changes_first(func: Any) -> bool:
 
 
 def _exchanged_values(kwargs: dict[str, Any], new: dict[int, Tensor]) -> dict[str, Any]:
-    return {name: exchanged(value, new) for name, value in kwargs.items()}
+    return {name: exchanged(value, new) for name, value in kwargs.items()} if kwargs else kwargs

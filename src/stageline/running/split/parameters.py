@@ -40,10 +40,19 @@ class Parameters:
         """
         inside: list[Tensor] = []
         outside: list[Tensor] = []
-        for tensor in tensors_of(values):
-            if tensor.requires_grad:
-                (inside if tensor in self else outside).append(tensor)
+        self._sort(values, inside, outside)
         return inside, outside
+
+    def _sort(self, values: Iterable[Any], inside: list[Tensor], outside: list[Tensor]) -> None:
+        # Runs for every operation of a stage: no call that can be avoided.
+        for value in values:
+            if isinstance(value, Tensor):
+                if value.requires_grad:
+                    (inside if id(value) in self._leaves or value in self else outside).append(
+                        value
+                    )
+            elif isinstance(value, (list, tuple)):
+                self._sort(value, inside, outside)
 
     def learn(self, results: Any) -> None:
         """Take in what was computed from parameters, if that can be proved."""
