@@ -23,6 +23,7 @@ from tests.exactness.cases import (
     thread_transport,
 )
 from tests.exactness.recorded_cases import CASES as RECORDED
+from tests.exactness.replicas import replica_faults
 from tests.exactness.test_recorded import differences as recorded_differences
 from tests.exactness.test_recorded import gradients, pipeline, plain
 from tests.running.placements import SMALL, build, looped, loops, recomputed, snake, zb_h1
@@ -115,6 +116,13 @@ def test_four_processes_equal_the_plain_model(
 ) -> None:
     case = _case("random mlp", schedule, "even", "fp32")
     assert four_ranks.run(differences_in_process, case, transport) == [[]] * 4
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("wrapper", ["hooks", "DDP"])
+def test_replicas_are_reduced_after_w(wrapper: str, two_ranks: RankPool) -> None:
+    """Fault 3 of the peer: with a split backward, what reduces gradients is never called."""
+    assert two_ranks.run(replica_faults, wrapper) == [[], []]
 
 
 def _is_close(got: nn.Parameter, want: nn.Parameter) -> bool:
