@@ -43,6 +43,12 @@ class StageProgram:
     def buffers(self) -> tuple[Tensor, ...]:
         return tuple(self.module.buffers())
 
+    @cached_property
+    def normalising(self) -> tuple[nn.Module, ...]:
+        """Modules that may keep statistics: BatchNorm and its like."""
+        modules = self.module.modules()
+        return tuple(m for m in modules if getattr(m, "track_running_stats", False))
+
     @property
     def is_first(self) -> bool:
         return self.index == 0

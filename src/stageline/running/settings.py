@@ -24,7 +24,6 @@ from stageline.scheduling.checking import find_faults as find_schedule_faults
 
 WrapStage = Callable[[nn.Module, int], nn.Module]
 TRANSPORTS = ("memory", "shared-memory", "process-group")
-_RUNNABLE = (Kind.FORWARD, Kind.BACKWARD)
 _MICROBATCHES_PER_RANK = 4  # the bubble of 1F1B is then at most a fifth
 
 
@@ -161,12 +160,9 @@ class Settings:
         refusal = schedules.family(given).refusal if isinstance(given, str) else given.refusal
         if refusal is not None or isinstance(given, str):
             return [] if refusal is None else [refusal]
-        others = sorted(
-            kind.letter for kind in given.compute_only().kinds() if kind not in _RUNNABLE
-        )
         faults = find_schedule_faults(given)
-        if others:
-            faults.append(f"it uses {', '.join(others)}, but only F and B can be run")
+        if Kind.REDUCE in given.kinds():
+            faults.append("it uses REDUCE, which cannot be run: leave it out")
         return faults
 
     def num_ranks(self, num_stages: int, world: World | None) -> tuple[int, list[str]]:
@@ -183,8 +179,10 @@ class Settings:
             wanted = self.ranks
         elif isinstance(given, Schedule):
             return given.num_ranks, []  # whether it fits is said of the schedule
+        elif isinstance(given, str):
+            wanted = schedules.family(given).num_ranks(num_stages)
         else:
-            wanted = num_stages
+            wanted = num_stages  # what is wrong with the schedule is said elsewhere
         if wanted > num_stages:
             return wanted, [
                 f"{wanted} ranks for {num_stages} stages: every rank needs a stage; cut the model "

@@ -45,7 +45,7 @@ class Timetable:
             return full
         if self._family is None:
             return keep_microbatches(full, count)
-        return schedules.build(self._family, full.num_stages, count, num_ranks=full.num_ranks)
+        return schedules.fitted(self._family, full.num_stages, count, num_ranks=full.num_ranks)
 
     def rows(self, count: int, purpose: Purpose) -> tuple[BoundRow, ...]:
         """Return what every rank runs, transfers included."""

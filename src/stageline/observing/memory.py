@@ -1,0 +1,168 @@
+"""How much a stage really holds of one microbatch: after F, after I, after W.
+
+What I releases differs from stage to stage. A deferred W needs the input of every product and the
+gradient of its output, and those gradients are new: a stack of nothing but products holds more
+after I than before, a Transformer layer a little less. The simulator has to be told.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from stageline.running.boundary import Packet, enter, leave
+from stageline.running.split.deferred import Deferred
+from stageline.running.split.mode import Splitting, splittable_parameters
+from stageline.torch_private import TorchDispatchMode, run_backward, tree_flatten
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes that one stage holds of one microbatch, beside parameters and their gradients.
+
+    Attributes:
+        input_bytes: What arrived and is still held after F.
+        after_forward: Its graph, after F.
+        after_input_gradient: What W still needs, after I.
+        after_weight_gradient: After W; nothing, unless the stage itself keeps something.
+    """
+
+    input_bytes: int
+    after_forward: int
+    after_input_gradient: int
+    after_weight_gradient: int
+
+    @property
+    def released_by_i(self) -> float:
+        """The part of what F keeps that I releases; negative where I adds to it."""
+        kept = self.after_forward - self.after_weight_gradient
+        return (self.after_forward - self.after_input_gradient) / kept if kept else 0.0
+
+    def __str__(self) -> str:
+        f, i, w = (
+            f"{held / _MIB:.1f}"
+            for held in (self.after_forward, self.after_input_gradient, self.after_weight_gradient)
+        )
+        return f"MiB after F {f}, after I {i}, after W {w}; I releases {self.released_by_i:.0%}"
+
+
+def measure_memory(stages: Sequence[nn.Module], *args: Any) -> list[StageMemory]:
+    """Run each stage on what the one before gives, forward and back, and see what is alive.
+
+    The stages are copied, so their gradients and statistics stay as they are.
+
+    Args:
+        stages: As a pipeline has them, first to last.
+        args: One microbatch for the first.
+
+    Example:
+        >>> stack = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+        >>> for memory in measure_memory([stack, stack], torch.randn(256, 512)):
+        ...     print(memory)
+        MiB after F 2.0, after I 2.5, after W 0.0; I releases -25%
+        MiB after F 2.0, after I 4.0, after W 0.0; I releases -100%
+    """
+    found = []
+    with torch.random.fork_rng(devices=[]):
+        packet = leave(args if len(args) != 1 else args[0])[0]
+        for index, stage in enumerate(stages):
+            memory, packet = _measure(copy.deepcopy(stage), packet, unpack=not index)
+            found.append(memory)
+    return found
+
+
+def costs_of(memories: Iterable[StageMemory]) -> dict[str, list[int]]:
+    """Return what a simulation is told of the memory of each stage: ``Costs(**costs_of(...))``.
+
+    Example:
+        >>> costs_of([StageMemory(10, 100, 70, 0)])
+        {'activation_bytes': [100], 'input_bytes': [10], 'input_gradient_frees': [30]}
+    """
+    each = list(memories)
+    return {
+        "activation_bytes": [m.after_forward - m.after_weight_gradient for m in each],
+        "input_bytes": [m.input_bytes for m in each],
+        "input_gradient_frees": [m.after_forward - m.after_input_gradient for m in each],
+    }
+
+
+class _Alive(TorchDispatchMode):
+    """Sees all memory that operations make, and tells how much of it is alive."""
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._look(known)
+
+    def _look(self, tensors: Iterable[Any]) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                ref = StorageWeakRef(storage)
+                self._seen[ref.cdata] = (ref, storage.nbytes())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._look(tree_flatten(result)[0])
+        return result
+
+    def count(self, but: Iterable[Tensor | None]) -> int:
+        """Return the bytes that are alive, without those of some tensors."""
+        others = {StorageWeakRef(t.untyped_storage()).cdata for t in but if t is not None}
+        return sum(
+            size
+            for cdata, (ref, size) in self._seen.items()
+            if cdata not in others and not ref.expired()
+        )
+
+
+def _measure(stage: nn.Module, given: Packet, *, unpack: bool) -> tuple[StageMemory, Packet]:
+    """Run one stage forward and back; also return its output, for the next one."""
+    coming = given.with_leaves([x.clone() if isinstance(x, Tensor) else x for x in given.leaves])
+    arrived = [x for x in coming.leaves if isinstance(x, Tensor)]
+    state = [*stage.parameters(), *stage.buffers()]
+    inputs = _Alive(*arrived)
+    deferred = Deferred()
+    with _Alive(*arrived) as alive:
+        del arrived
+        packet, roots, slot = _forward(stage, coming, deferred, unpack=unpack)
+        del coming
+        kept = packet.with_leaves(
+            [x.clone() if isinstance(x, Tensor) else x for x in packet.leaves]
+        )
+        own = [x for x in kept.leaves if isinstance(x, Tensor)]
+        del packet
+        after_forward, input_bytes = alive.count([*state, *own]), inputs.count(state)
+        needing = zip(kept.leaves, kept.differentiable, strict=True)
+        gradients = [torch.ones_like(leaf) for leaf, flag in needing if flag]
+        if slot is None:
+            deferred = Deferred.whole(roots, gradients)
+        else:
+            slot.is_open = deferred.is_open = True
+            run_backward(roots, gradients)
+        del roots, slot, gradients
+        after_input = alive.count([*state, *own])
+        deferred.run()
+        given_back = [parameter.grad for parameter in stage.parameters()]
+        after_weight = alive.count([*state, *own, *given_back])
+    return StageMemory(input_bytes, after_forward, after_input, after_weight), kept
+
+
+def _forward(stage: nn.Module, coming: Packet, deferred: Deferred, *, unpack: bool) -> Any:
+    """Run F as a pipeline does; the output, where gradients enter, where those of inputs lie."""
+    entered = enter(coming)
+    arguments = entered.value if unpack and isinstance(entered.value, tuple) else (entered.value,)
+    if entered.slot is None:
+        return *leave(stage(*arguments)), None
+    with Splitting(splittable_parameters(stage), deferred) as mode:
+        return *leave(mode.held(stage(*arguments))), entered.slot

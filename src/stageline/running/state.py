@@ -1,0 +1,111 @@
+"""What one rank holds during one step, in one object that is dropped when the step ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from stageline.running.boundary import GradientSlot, Packet
+from stageline.running.foreign import ForeignParameters
+from stageline.running.loss import LossRule
+from stageline.running.microbatches import Microbatches
+from stageline.running.program import StageProgram
+from stageline.running.recordings import Chosen
+from stageline.running.split.again import Inputs
+from stageline.running.split.deferred import Deferred
+from stageline.running.split.mode import splittable_parameters
+from stageline.running.streams.calls import CallStreams
+from stageline.running.transports.base import Endpoint, Receipt
+
+Key = tuple[int, int]  # stage, microbatch
+
+
+class StepState:
+    """Everything that one rank holds during one step.
+
+    Attributes:
+        arrivals: Inputs on their way to (stage, microbatch).
+        departures: Outputs of (stage, microbatch) that wait for their send.
+        roots: Where the gradients of the outputs of (stage, microbatch) enter its graph.
+        slots: Where the gradients of the inputs of (stage, microbatch) will lie.
+        gradients: Gradients on their way to the outputs of (stage, microbatch).
+        returns: Gradients of the inputs of (stage, microbatch) that wait for their send.
+        deferred: What I of (stage, microbatch) leaves for W.
+        again: Inputs of (stage, microbatch) that R will need.
+        input_gradients: Gradients of the model's arguments, for each microbatch, where asked for.
+        losses: Loss of each microbatch, detached, and what it weighs.
+        outputs: Output of each microbatch, detached, where the caller wants it.
+        chosen: Of a recorded model, what each microbatch follows.
+        streams: Where random numbers come from; None if nothing here can draw.
+        endpoint: This rank's side of the transport; the runner sets it when rows begin.
+        autocast: The device types for which forward runs under autocast.
+        waited: Seconds spent waiting for packets in the current action; None if nobody observes.
+        position: Which action of its row the rank is at, for those who wait for it.
+    """
+
+    endpoint: Endpoint
+
+    def __init__(
+        self,
+        programs: Mapping[int, StageProgram],
+        microbatches: Microbatches,
+        *,
+        builds_graph: bool,
+        loss_rule: LossRule | None,
+        keeps_outputs: bool,
+        foreign: ForeignParameters,
+        chosen: Sequence[Chosen] = (),
+        streams: CallStreams | None = None,
+    ) -> None:
+        self.chosen = chosen
+        self.streams = streams
+        self.programs = programs
+        self.microbatches = microbatches
+        self.builds_graph = builds_graph
+        self.loss_rule = loss_rule
+        self.keeps_outputs = keeps_outputs
+        self.foreign = foreign
+        self.arrivals: dict[Key, Receipt] = {}
+        self.departures: dict[Key, Packet] = {}
+        self.roots: dict[Key, list[GradientEdge]] = {}
+        self.slots: dict[Key, GradientSlot] = {}
+        self.gradients: dict[Key, Receipt] = {}
+        self.returns: dict[Key, Packet] = {}
+        self.deferred: dict[Key, Deferred] = {}
+        self.again = Inputs()
+        self.input_gradients: dict[int, Sequence[Tensor | None]] = {}
+        self.losses: dict[int, tuple[Tensor, float]] = {}
+        self.outputs: dict[int, Packet] = {}
+        self.autocast: list[str] = []
+        self.waited: float | None = None
+        self.position = 0
+        self._shares: dict[float, Tensor] = {}
+        self._leaves: dict[int, dict[int, nn.Parameter]] = {}
+
+    def share(self, weight: float, like: Tensor) -> Tensor:
+        """Return a weight as root gradient of a loss; microbatches of one size have one."""
+        known = self._shares.get(weight)
+        if known is None or known.dtype is not like.dtype or known.shape != like.shape:
+            known = self._shares[weight] = torch.full_like(like, weight)
+        return known
+
+    def leaves(self, stage: int) -> dict[int, nn.Parameter]:
+        """Return the parameters of a stage whose gradients can wait for W, by identity."""
+        known = self._leaves.get(stage)
+        if known is None:
+            known = self._leaves[stage] = splittable_parameters(self.programs[stage].module)
+        return known
+
+
+def wait(state: StepState, receipt: Receipt) -> Packet:
+    """Wait for a packet, and count for how long if somebody observes."""
+    if state.waited is None:
+        return receipt.wait()
+    start = time.perf_counter()
+    packet = receipt.wait()
+    state.waited += time.perf_counter() - start
+    return packet
