@@ -7,7 +7,7 @@ import random
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -123,6 +123,14 @@ class Race:
                     contestant()
         return {name: 1000 * statistics.median(times) for name, times in self.times.items()}
 
+    def ratio(self, over: Sequence[str], under: Sequence[str]) -> float:
+        """Return the median of a ratio, taken in every round: load that comes and goes cancels."""
+        sums = [
+            [sum(parts) for parts in zip(*(self.times[name] for name in names), strict=True)]
+            for names in (over, under)
+        ]
+        return statistics.median(a / b for a, b in zip(*sums, strict=True))
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -133,9 +141,12 @@ def main() -> None:
     print("| stage | B ms | A/A | I ms | W ms | (I + W) / B | F split / F |")
     print("|---|---|---|---|---|---|---|")
     for case in TIMED:
-        ms = Race(case).run(rounds, case.repeats)
-        aa, ratio = ms["B again"] / ms["B"], (ms["I"] + ms["W"]) / ms["B"]
-        halves = f"{ms['I']:.3f} | {ms['W']:.3f} | {ratio:.3f} | {ms['F split'] / ms['F']:.2f}"
+        race = Race(case)
+        ms = race.run(rounds, case.repeats)
+        aa, ratio = race.ratio(["B again"], ["B"]), race.ratio(["I", "W"], ["B"])
+        halves = (
+            f"{ms['I']:.3f} | {ms['W']:.3f} | {ratio:.3f} | {race.ratio(['F split'], ['F']):.2f}"
+        )
         print(f"| {case.name} | {ms['B']:.3f} | {aa:.3f} | {halves} |")
     print()
     print("| stage | MiB after F | after I | after W | released by I |")
