@@ -77,6 +77,7 @@ def test_shared_memory_cannot_be_forced_between_hosts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_address_of_another_host_is_an_error_everywhere(tmp_path: Path) -> None:
+    """The store is in rank 0's process: it ended before the other rank had read what was wrong."""
     env = [{**one, "STAGELINE_HOST": "192.0.2.7"} for one in LOOPBACK]
     with Job(tmp_path) as job:
         job.start_ranks(2, steps=3, env=env)

@@ -14,7 +14,7 @@ from itertools import repeat
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # without being listed
+from torch.distributed import DistNetworkError, HashStore  # type: ignore[attr-defined]  # without being listed
 
 from stageline.errors import PeerError
 from stageline.running.control import Member, job, joining, leaving
@@ -295,3 +295,23 @@ def test_a_temporary_folder_with_a_long_name_is_no_obstacle(
     party.call(0, 1, 2)
     party.all_are_there()
     assert os.listdir(long) == []
+
+
+class _LostStore(PrefixStore):
+    """A store whose process ends after the introduction."""
+
+    def wait(self, *_: Any) -> None:
+        raise DistNetworkError("Failed to recv, got 0 bytes.")
+
+    check = wait  # type: ignore[assignment]  # it never answers
+
+
+def test_a_store_that_ends_is_told_as_what_it_is(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a DistNetworkError with a page of addresses in native code."""
+    monkeypatch.setattr(job, "PrefixStore", _LostStore)
+    party.call(1)
+    party.wait()
+    assert isinstance(party.errors[1], PeerError)
+    assert str(party.errors[1]).startswith("rank 1 lost the store of the job while it joined")

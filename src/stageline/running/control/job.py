@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 
+from torch.distributed import DistNetworkError
+
 from stageline.errors import PeerError, told
 from stageline.running.control import leaving
 from stageline.running.control.hub import Hub, Tell, silence
-from stageline.running.control.joining import Door, Meeting, knock
+from stageline.running.control.joining import Door, Meeting, knock, readable
 from stageline.running.control.member import Listener, Member
 from stageline.running.control.messages import Connection, Message
 from stageline.torch_private import PrefixStore, Store
@@ -36,12 +38,16 @@ def join(
     """
     own = PrefixStore(f"stageline/{next(_numbers)}", store)
     meeting = Meeting(own, rank, num_ranks, timeout)
-    meeting.introduce()
     listener = Listener(f"stageline-control-{rank}", interval=heartbeat_timeout / 10)
-    if rank == 0:
-        member = _host(meeting, listener, heartbeat_timeout)
-    else:
-        member = _visit(meeting, listener, heartbeat_timeout)
+    meet = _visit if rank else _host
+    try:
+        meeting.introduce()
+        member = meet(meeting, listener, heartbeat_timeout)
+    except DistNetworkError as cause:
+        raise PeerError(
+            f"rank {rank} lost the store of the job while it joined: the process that keeps it "
+            "(that of rank 0, or torchrun on its host) has ended. Look at its own output"
+        ) from cause
     listener.start()
     leaving.remember(member)
     return member
@@ -121,24 +127,20 @@ def _gather(meeting: Meeting, door: Door) -> dict[int, Connection]:
     deadline = time.monotonic() + meeting.timeout
     try:
         meeting.publish(door.to_json())
-        while door.expected:
-            came = door.admit()
-            connections.update(came)
-            if came:
-                continue
-            meeting.raise_if_failed()
-            if time.monotonic() > deadline:
-                raise meeting.fail(
-                    f"rank {min(door.expected)} knows of this pipeline and did not reach rank 0 "
-                    f"within {meeting.timeout:g} s: can its host connect to {door.address}?"
-                )
-    except BaseException:
-        for connection in connections.values():
-            connection.close()
-        raise
+        while door.expected and not meeting.has_failed and time.monotonic() < deadline:
+            connections.update(door.admit())
     finally:
         door.close()
-    return connections
+        if door.expected:
+            for connection in connections.values():
+                connection.close()
+    if not door.expected:
+        return connections
+    meeting.raise_if_failed()
+    raise meeting.fail(
+        f"rank {min(door.expected)} knows of this pipeline and did not reach rank 0 within "
+        f"{meeting.timeout:g} s: can its host connect to {readable(door.address)}?"
+    )
 
 
 def _hearing(hub: Hub, rank: int, connection: Connection, listener: Listener) -> Callable[[], None]:

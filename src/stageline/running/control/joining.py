@@ -39,6 +39,7 @@ from stageline.torch_private import Store
 
 _SLICE = 0.25  # seconds: how often a wait looks around
 _FIRST_NOTE = 10.0
+_MOMENT = 2.0  # seconds for the others to hear why
 _HANDSHAKE = 30.0  # seconds for the other side to prove itself
 _SHORT = 4096  # bytes that are listened to before that
 _FAILED = "failed"
@@ -79,12 +80,29 @@ class Meeting:
     def fail(self, text: str) -> PeerError:
         """Tell whoever still waits, through the store; return the error to raise here."""
         self.store.set(_FAILED, text)
+        self._let_all_hear()
         return PeerError(text)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether some rank has told that it cannot join."""
+        return bool(self.store.check([_FAILED]))
 
     def raise_if_failed(self) -> None:
         """Raise what another rank has told in the store, if one has."""
-        if self.store.check([_FAILED]):
-            raise PeerError(self.store.get(_FAILED).decode())
+        if self.has_failed:
+            text = self.store.get(_FAILED).decode()
+            self._let_all_hear()
+            raise PeerError(text)
+
+    def _let_all_hear(self) -> None:
+        """Stay for a moment: the store may end with the process of rank 0."""
+        if self.rank:
+            self.store.set(f"heard/{self.rank}", "")
+            return
+        others = [f"heard/{rank}" for rank in range(1, self.num_ranks)]
+        with suppress(DistStoreError, RuntimeError):
+            self.store.wait(others, timedelta(seconds=_MOMENT))
 
     def publish(self, address: Message) -> None:
         self.store.set("hub", json.dumps(address))
@@ -290,14 +308,14 @@ def knock(address: Message, rank: int) -> Connection:
                 f"rank 0 ended while rank {rank} was joining it: look at its own output"
             ) from cause
         raise PeerError(
-            f"rank {rank} cannot reach rank 0 at {_readable(where)} ({cause}): if hosts have "
+            f"rank {rank} cannot reach rank 0 at {readable(where)} ({cause}): if hosts have "
             "several networks, set STAGELINE_HOST on rank 0 to the address that the others can "
             "reach"
         ) from cause
     except (KeyError, TypeError, ValueError) as cause:
         connection.close()
         raise PeerError(
-            f"rank {rank} reached something that is not rank 0 at {_readable(where)}: start the "
+            f"rank {rank} reached something that is not rank 0 at {readable(where)}: start the "
             "job again, on ports that nobody else uses"
         ) from cause
     connection.longest = LONGEST
@@ -314,7 +332,7 @@ def _introduce(connection: Connection, secret: str, rank: int) -> None:
         raise ValueError("it does not know the secret")
 
 
-def _readable(address: Any) -> str:
+def readable(address: Any) -> str:
     if isinstance(address, str):
         return address.replace("\0", "@")
     return f"{address[0]}:{address[1]}"
