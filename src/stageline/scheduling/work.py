@@ -12,6 +12,7 @@ order is kept by the row itself, so one index per action is enough to say the wh
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from stageline.errors import ScheduleError
 from stageline.scheduling.action import Kind, action_text
-from stageline.scheduling.schedule import Row, Schedule
+from stageline.scheduling.schedule import Row, Schedule, is_transfer
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 Booleans: TypeAlias = npt.NDArray[np.bool_]
@@ -67,7 +68,7 @@ class Work:
                 f"many forward actions, the rows hold {len(schedule)} actions in all: "
                 f"call check() for what is missing"
             )
-        arrays = schedule.compute_only().arrays
+        arrays = [row[~is_transfer(row)] for row in schedule.arrays]
         sizes = [len(row) for row in arrays]
         rows = np.concatenate(arrays)
         waits, owed = _waits(rows, schedule.num_stages, schedule.num_microbatches)
@@ -85,6 +86,10 @@ class Work:
             waits=waits,
             num_stages=schedule.num_stages,
         )
+
+    def parts(self) -> list[slice]:
+        """Return which of the actions each rank runs."""
+        return [slice(begin, end) for begin, end in pairwise(self.bounds)]
 
     def crossing(self) -> Booleans:
         """Return, for each action, whether it waits for one of another rank."""
