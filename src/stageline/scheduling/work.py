@@ -68,7 +68,7 @@ class Work:
                 f"many forward actions, the rows hold {len(schedule)} actions in all: "
                 f"call check() for what is missing"
             )
-        arrays = [row[~is_transfer(row)] for row in schedule.arrays]
+        arrays = [_without_transfers(row) for row in schedule.arrays]
         sizes = [len(row) for row in arrays]
         rows = np.concatenate(arrays)
         waits, owed = _waits(rows, schedule.num_stages, schedule.num_microbatches)
@@ -132,34 +132,37 @@ def is_sparse(schedule: Schedule) -> bool:
     return schedule.num_stages * schedule.num_microbatches > 1000 + 8 * len(schedule)
 
 
+def _without_transfers(row: Row) -> Row:
+    transfers = is_transfer(row)
+    return row[~transfers] if transfers.any() else row
+
+
 def _waits(rows: Row, num_stages: int, num_microbatches: int) -> tuple[Integers, Integers]:
-    """Return what each action waits for: of another stage, and of its own."""
-    kind = rows["kind"].astype(np.int64)
-    stage = rows["stage"].astype(np.int64)
-    slot = stage * num_microbatches + rows["microbatch"]
+    """Return what each action waits for: of another stage, and of its own.
 
-    is_forward = kind == Kind.FORWARD
-    is_gradient = (kind == Kind.BACKWARD) | (kind == Kind.INPUT_GRADIENT)
-    is_weight = kind == Kind.WEIGHT_GRADIENT
-    forward_at = _first_at(is_forward, slot, num_stages * num_microbatches)
-    gradient_at = _first_at(is_gradient, slot, num_stages * num_microbatches)
+    Everything that can be waited for has a place in one table, by stage and microbatch. What has
+    nothing to wait for looks up a place that holds NOTHING, so that no action is a special case.
 
-    waits = np.full(len(rows), NOTHING, dtype=np.int64)
-    inner = is_forward & (stage > 0)
-    waits[inner] = forward_at[slot[inner] - num_microbatches]
-    inner = is_gradient & (stage < num_stages - 1)
-    waits[inner] = gradient_at[slot[inner] + num_microbatches]
+        0         1 .. m          m+1 ..            ..               .. m more
+        NOTHING   F of stage -1   F of all stages   G of all stages  G of stage num_stages
+                  NOTHING                           (B or I)         NOTHING
+    """
+    forward = 1 + num_microbatches
+    gradient = forward + num_stages * num_microbatches
+    beyond = gradient + num_stages * num_microbatches
+    kind = np.ascontiguousarray(rows["kind"])
+    slot = rows["stage"] * np.int64(num_microbatches) + rows["microbatch"]
 
-    owed = np.full(len(rows), NOTHING, dtype=np.int64)
-    follows = is_gradient | (kind == Kind.RECOMPUTE)
-    owed[follows] = forward_at[slot[follows]]
-    owed[is_weight] = gradient_at[slot[is_weight]]
+    def places(**begins: int) -> Integers:
+        """Return a place for each action, given where those of its kind begin; 0 unless given."""
+        begin = np.array([begins.get(each.letter, 0) for each in Kind], dtype=np.int64)[kind]
+        return np.where(begin, begin + slot, 0)
+
+    at = np.full(beyond + num_microbatches, MISSING, dtype=np.int64)
+    own = places(F=forward, B=gradient, I=gradient)
+    at[own[::-1]] = np.arange(len(rows))[::-1]  # where a place repeats, numpy keeps the last
+    at[:forward] = at[beyond:] = NOTHING
+    before, after = forward - num_microbatches, gradient + num_microbatches
+    waits = at[places(F=before, B=after, I=after)]
+    owed = at[places(B=forward, I=forward, R=forward, W=gradient)]
     return waits, owed
-
-
-def _first_at(chosen: Booleans, slot: Integers, num_slots: int) -> Integers:
-    """Return for each slot the index of its first chosen action, or MISSING."""
-    at = np.full(num_slots, MISSING, dtype=np.int64)
-    indices = np.flatnonzero(chosen)[::-1]  # where an index repeats, numpy keeps the last
-    at[slot[indices]] = indices
-    return at
