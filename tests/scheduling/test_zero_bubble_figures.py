@@ -49,20 +49,27 @@ def test_measured_costs_of_the_first_paper(
 
 
 @pytest.mark.parametrize(
-    ("p", "m", "f", "b", "w", "c", "plain", "h1", "h2", "v"),
+    ("sizes", "plain", "h1", "h2", "v"),
     [
-        (16, 48, 14407, 14380, 9676, 1610)
-        + ((5036318, 0.2668), (4362378, 0.1536), (4023798, 0.0823), (3975626, 0.0712)),
-        (24, 96, 6783, 6984, 5259, 758)
-        + ((4701012, 0.2229), (4114096, 0.1121), (3837314, 0.0480), (3835430, 0.0476)),
-        (32, 256, 9447, 9644, 7193, 887)
-        + ((15580188, 0.1362), (14305072, 0.0593), (13804112, 0.0251), (13772578, 0.0229)),
+        (
+            (16, 48, 14407, 14380, 9676, 1610),
+            *((5036318, 0.2668), (4362378, 0.1536), (4023798, 0.0823), (3975626, 0.0712)),
+        ),
+        (
+            (24, 96, 6783, 6984, 5259, 758),
+            *((4701012, 0.2229), (4114096, 0.1121), (3837314, 0.0480), (3835430, 0.0476)),
+        ),
+        (
+            (32, 256, 9447, 9644, 7193, 887),
+            *((15580188, 0.1362), (14305072, 0.0593), (13804112, 0.0251), (13772578, 0.0229)),
+        ),
     ],
 )
 def test_measured_costs_of_the_second_paper(
-    p: int, m: int, f: int, b: int, w: int, c: int, plain: Figure, h1: Figure, h2: Figure, v: Figure
+    sizes: tuple[int, int, int, int, int, int], plain: Figure, h1: Figure, h2: Figure, v: Figure
 ) -> None:
     """Costs are per half stage, as the V schedule places two on a rank."""
+    p, m, f, b, w, c = sizes
     whole = costs(2 * f, 2 * b, 2 * w, c)
     assert by_makespan(simulate(one_f_one_b(p, m), whole)) == plain
     assert by_makespan(simulate(zb_h1(p, m), whole)) == h1
@@ -94,7 +101,7 @@ def test_closed_forms_of_the_handmade_schedules() -> None:
         for p, m in ((2, 8), (4, 8), (4, 12)):
             ideal = m * (f + b + w)
             h1 = simulate(zb_h1(p, m), costs(f, b, w))
-            assert h1.T == ideal + (p - 1) * (f + b - min(f, b, w))
+            assert ideal + (p - 1) * (f + b - min(f, b, w)) == h1.T
             assert h1.peak == (p,) * p
             h2 = simulate(zb_h2(p, m), costs(f, b, w))
             assert h2.span == ideal + (p - 1) * max(0, f + b - 2 * w, b - f)

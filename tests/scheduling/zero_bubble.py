@@ -5,8 +5,6 @@ Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024): the rules are those o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from stageline.scheduling import Action, Kind, Schedule
 
 F, I, W = Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT  # noqa: E741  # as in the papers
@@ -42,39 +40,31 @@ def zb_v(p: int, m: int) -> Schedule:
     return Schedule.from_rows(rows, "zb-v").check()
 
 
-class _Counter:
-    """The next action of each kind of one of a rank's two stages."""
+class _Vee:
+    """The next action of each kind, of a rank's first stage (FIW) and of its second (fiw)."""
 
-    def __init__(self, stage: int) -> None:
-        self.stage = stage
-        self.done = dict.fromkeys((F, I, W), 0)
+    def __init__(self, rank: int, p: int) -> None:
+        self.stages = {"F": rank, "I": rank, "W": rank}
+        self.stages |= {letter.lower(): 2 * p - 1 - rank for letter in "FIW"}
+        self.done = dict.fromkeys("FIWfiw", 0)
+        self.row: list[Action] = []
 
-    def __call__(self, *kinds: Kind) -> Iterator[Action]:
-        for kind in kinds:
-            yield Action(self.stage, kind, self.done[kind])
-            self.done[kind] += 1
+    def run(self, letters: str, times: int = 1) -> None:
+        for letter in letters * times:
+            kind = {"F": F, "I": I, "W": W}[letter.upper()]
+            self.row.append(Action(self.stages[letter], kind, self.done[letter]))
+            self.done[letter] += 1
 
 
-def _vee(rank: int, p: int, n: int) -> Iterator[Action]:
-    a, z = _Counter(rank), _Counter(2 * p - 1 - rank)
-    for _ in range(2 * (p - rank) - 1):
-        yield from a(F)
-    for _ in range(rank):
-        yield from z(F)
-        yield from a(F)
-    for _ in range(p - rank):
-        yield from z(F, I, W)
-    while z.done[F] < a.done[F] or a.done[F] < n:
-        if a.done[F] < n:
-            yield from a(F)
-        yield from a(I, W)
-        yield from z(F, I, W)
-    for _ in range(rank):
-        yield from a(I)
-        yield from z(I)
-    for _ in range(p - rank):
-        yield from a(I, W)
-    while z.done[W] < n:
-        yield from z(W)
-    while a.done[W] < n:
-        yield from a(W)
+def _vee(rank: int, p: int, n: int) -> list[Action]:
+    vee = _Vee(rank, p)
+    vee.run("F", 2 * (p - rank) - 1)
+    vee.run("fF", rank)
+    vee.run("fiw", p - rank)
+    while vee.done["f"] < vee.done["F"] or vee.done["F"] < n:
+        vee.run("FIWfiw" if vee.done["F"] < n else "IWfiw")
+    vee.run("Ii", rank)
+    vee.run("IW", p - rank)
+    vee.run("w", n - vee.done["w"])
+    vee.run("W", n - vee.done["W"])
+    return vee.row

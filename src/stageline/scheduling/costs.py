@@ -63,7 +63,7 @@ class Costs:
     input_gradient_frees: PerStage = 0
 
     def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self)):
+        for name in (each.name for each in fields(self)):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, _clean_all(name, value))
@@ -155,7 +155,7 @@ class Costs:
                 f"costs: {name} is given for {len(value)} cuts, the schedule has {num_cuts}: "
                 f"give one number per cut, or one for all"
             )
-        return value[cut]
+        return cast(Number, value[cut])
 
 
 def number_text(number: Number) -> str:

@@ -80,7 +80,8 @@ def _count_changes(row: Row) -> Ticks:
     kind = row["kind"]
     brings = ((kind == Kind.FORWARD) & ~_recomputed(row)) | (kind == Kind.RECOMPUTE)
     frees = (kind == Kind.BACKWARD) | (kind == Kind.WEIGHT_GRADIENT)
-    return brings.astype(np.int64) - frees
+    changes: Ticks = brings.astype(np.int64) - frees
+    return changes
 
 
 def _byte_changes(row: Row, kept: Ticks, inputs: Ticks, freed: Ticks) -> Ticks:
@@ -101,7 +102,7 @@ def _byte_changes(row: Row, kept: Ticks, inputs: Ticks, freed: Ticks) -> Ticks:
 
 def _recomputed(row: Row) -> Booleans:
     """Return, for each action, whether its stage and microbatch are recomputed in this row."""
-    again = row["kind"] == Kind.RECOMPUTE
+    again: Booleans = row["kind"] == Kind.RECOMPUTE
     if not again.any():
         return again
     slot = row["stage"].astype(np.int64) << 32 | row["microbatch"]

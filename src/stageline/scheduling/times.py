@@ -92,7 +92,7 @@ class Times:
 def _durations(work: Work, costs: Costs) -> tuple[Integers, list[Number]]:
     """Return a table of durations, by kind in use and stage, and which of them each action has."""
     kind = work.rows["kind"]
-    used = np.flatnonzero(np.bincount(kind, minlength=len(Kind)))
+    used = np.flatnonzero(np.bincount(kind, minlength=len(Kind))).tolist()
     offset = np.zeros(len(Kind), dtype=np.int64)
     offset[used] = np.arange(len(used)) * work.num_stages
     table = [cost for each in used for cost in costs.per_stage(Kind(each), work.num_stages)]
