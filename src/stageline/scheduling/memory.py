@@ -24,6 +24,10 @@ from stageline.scheduling.schedule import Row, Schedule
 from stageline.scheduling.units import Ticks, Unit
 from stageline.scheduling.work import Booleans
 
+_COUNTS = np.zeros(len(Kind), dtype=np.int64)
+_COUNTS[[Kind.FORWARD, Kind.RECOMPUTE]] = 1
+_COUNTS[[Kind.BACKWARD, Kind.WEIGHT_GRADIENT]] = -1
+
 
 def peak_counts(schedule: Schedule) -> tuple[int, ...]:
     """Return how many activations each rank holds at most; each stage has its own.
@@ -77,10 +81,8 @@ def _check_parts(
 
 
 def _count_changes(row: Row) -> Ticks:
-    kind = row["kind"]
-    brings = ((kind == Kind.FORWARD) & ~_recomputed(row)) | (kind == Kind.RECOMPUTE)
-    frees = (kind == Kind.BACKWARD) | (kind == Kind.WEIGHT_GRADIENT)
-    changes: Ticks = brings.astype(np.int64) - frees
+    changes: Ticks = _COUNTS[row["kind"]]
+    changes[_recomputed(row) & (row["kind"] == Kind.FORWARD)] = 0
     return changes
 
 

@@ -196,10 +196,14 @@ def _window(times: Times, part: slice) -> _Window:
     if part.start == part.stop:
         return _Window(0, 0, 0, 0)
     end = times.end[part.stop - 1]
-    forwards = times.work.rows["kind"][part] == Kind.FORWARD
-    # A row without a forward has no span.
-    first = times.start_of(part.start + int(forwards.argmax())) if forwards.any() else end
-    return _Window(times.start_of(part.start), first, end, times.duration[part].sum())
+    start = times.start_of(part.start)
+    kinds = times.work.rows["kind"][part]
+    first = start
+    if kinds[0] != Kind.FORWARD:
+        forwards = kinds == Kind.FORWARD
+        # A row without a forward has no span.
+        first = times.start_of(part.start + int(forwards.argmax())) if forwards.any() else end
+    return _Window(start, first, end, times.duration[part].sum())
 
 
 def _idle_share(busy: Number, total: Number) -> Fraction | float:

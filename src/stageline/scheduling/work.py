@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stageline.errors import ScheduleError
-from stageline.scheduling.action import Kind, action_text
+from stageline.scheduling.action import LETTERS, Kind, action_text
 from stageline.scheduling.schedule import Row, Schedule, is_transfer
 
 Integers: TypeAlias = npt.NDArray[np.int64]
@@ -68,21 +68,27 @@ class Work:
                 f"many forward actions, the rows hold {len(schedule)} actions in all: "
                 f"call check() for what is missing"
             )
-        arrays = [_without_transfers(row) for row in schedule.arrays]
-        sizes = [len(row) for row in arrays]
-        rows = np.concatenate(arrays)
-        waits, owed = _waits(rows, schedule.num_stages, schedule.num_microbatches)
-        if forgiving:
-            waits[waits == MISSING] = NOTHING
-        else:
+        rows = np.concatenate(schedule.arrays)
+        sizes = [len(row) for row in schedule.arrays]
+        if rows["kind"].max(initial=0) >= Kind.SEND_FORWARD:
+            rows = rows[~is_transfer(rows)]
+            sizes = [int((~is_transfer(row)).sum()) for row in schedule.arrays]
+        table = _Table.of(rows, schedule.num_stages, schedule.num_microbatches)
+        waits = np.empty(len(rows), dtype=np.int64)
+        for part in _blocks(len(rows)):
+            waits[part] = table.waits(rows[part])
+            if forgiving:
+                waits[part][waits[part] == MISSING] = NOTHING
+                continue
             # What the own rank owes is kept by the order of its row. Where the row has it wrong,
             # the action waits for that instead, and so for ever.
-            late = owed > np.arange(len(rows))
-            waits = np.where(late | (owed == MISSING), owed, waits)
+            owed = table.owed(rows[part])
+            never = (owed > np.arange(part.start, part.stop)) | (owed == MISSING)
+            waits[part][never] = owed[never]
         return cls(
             rows=rows,
             bounds=(0, *np.cumsum(sizes).tolist()),
-            ranks=np.repeat(np.arange(len(arrays)), sizes),
+            ranks=np.repeat(np.arange(len(sizes)), sizes),
             waits=waits,
             num_stages=schedule.num_stages,
         )
@@ -132,37 +138,63 @@ def is_sparse(schedule: Schedule) -> bool:
     return schedule.num_stages * schedule.num_microbatches > 1000 + 8 * len(schedule)
 
 
-def _without_transfers(row: Row) -> Row:
-    transfers = is_transfer(row)
-    return row[~transfers] if transfers.any() else row
+BLOCK = 2**18
+"""How many actions are looked up at a time: few enough for the cache, and to reuse memory."""
 
 
-def _waits(rows: Row, num_stages: int, num_microbatches: int) -> tuple[Integers, Integers]:
-    """Return what each action waits for: of another stage, and of its own.
+def _blocks(size: int) -> list[slice]:
+    return [slice(begin, min(begin + BLOCK, size)) for begin in range(0, size, BLOCK)]
 
-    Everything that can be waited for has a place in one table, by stage and microbatch. What has
-    nothing to wait for looks up a place that holds NOTHING, so that no action is a special case.
 
-        0         1 .. m          m+1 ..            ..               .. m more
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """Where everything stands that can be waited for, by stage and microbatch.
+
+    What has nothing to wait for looks up a place that holds NOTHING, so that no action is a
+    special case; ``m`` is the number of microbatches, G is B or I.
+
+        0         1 .. m          m + 1 ..          gradient ..      beyond .. + m
         NOTHING   F of stage -1   F of all stages   G of all stages  G of stage num_stages
-                  NOTHING                           (B or I)         NOTHING
+                  NOTHING                                            NOTHING
+
+    Attributes:
+        at: The index of the first action of each place, NOTHING, or MISSING.
+        num_microbatches: As in the schedule.
+        gradient: Where the places of gradients begin.
     """
-    forward = 1 + num_microbatches
-    gradient = forward + num_stages * num_microbatches
-    beyond = gradient + num_stages * num_microbatches
-    kind = np.ascontiguousarray(rows["kind"])
-    slot = rows["stage"] * np.int64(num_microbatches) + rows["microbatch"]
 
-    def places(**begins: int) -> Integers:
+    at: Integers
+    num_microbatches: int
+    gradient: int
+
+    @classmethod
+    def of(cls, rows: Row, num_stages: int, num_microbatches: int) -> _Table:
+        forward = 1 + num_microbatches
+        gradient = forward + num_stages * num_microbatches
+        beyond = gradient + num_stages * num_microbatches
+        at = np.full(beyond + num_microbatches, MISSING, dtype=np.int64)
+        table = cls(at, num_microbatches, gradient)
+        # Backwards, so that the first of several is the last to be written.
+        for part in reversed(_blocks(len(rows))):
+            places = table.places(rows[part], F=forward, B=gradient, I=gradient)
+            at[places[::-1]] = np.arange(part.start, part.stop)[::-1]
+        at[:forward] = at[beyond:] = NOTHING
+        return table
+
+    def waits(self, rows: Row) -> Integers:
+        """Return what actions wait for, of another stage."""
+        before, after = 1, self.gradient + self.num_microbatches
+        return self.at[self.places(rows, F=before, B=after, I=after)]
+
+    def owed(self, rows: Row) -> Integers:
+        """Return what actions wait for, of their own stage."""
+        forward = 1 + self.num_microbatches
+        return self.at[self.places(rows, B=forward, I=forward, R=forward, W=self.gradient)]
+
+    def places(self, rows: Row, **begins: int) -> Integers:
         """Return a place for each action, given where those of its kind begin; 0 unless given."""
-        begin = np.array([begins.get(each.letter, 0) for each in Kind], dtype=np.int64)[kind]
+        begin = np.array([begins.get(letter, 0) for letter in LETTERS], dtype=np.int64)[
+            rows["kind"]
+        ]
+        slot = rows["stage"] * np.int64(self.num_microbatches) + rows["microbatch"]
         return np.where(begin, begin + slot, 0)
-
-    at = np.full(beyond + num_microbatches, MISSING, dtype=np.int64)
-    own = places(F=forward, B=gradient, I=gradient)
-    at[own[::-1]] = np.arange(len(rows))[::-1]  # where a place repeats, numpy keeps the last
-    at[:forward] = at[beyond:] = NOTHING
-    before, after = forward - num_microbatches, gradient + num_microbatches
-    waits = at[places(F=before, B=after, I=after)]
-    owed = at[places(B=forward, I=forward, R=forward, W=gradient)]
-    return waits, owed
