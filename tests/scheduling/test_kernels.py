@@ -15,6 +15,7 @@ from stageline.scheduling import Action, Costs, Kind, Schedule, parse, schedules
 from stageline.scheduling.costs import Number
 from stageline.scheduling.kernels import WIDE, Problem, plain, waves
 from stageline.scheduling.times import Times
+from stageline.scheduling.units import Lookup
 from stageline.scheduling.work import Work
 from tests.scheduling.random_schedules import random_schedules
 
@@ -114,7 +115,7 @@ def test_a_deadlock_is_explained_by_either_form(num_ranks: int) -> None:
 @pytest.mark.parametrize("watch", [1, 2, 256])
 def test_a_deadlock_is_found_before_and_after_the_waves_have_ended(watch: int) -> None:
     work = Work.of(parse("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B0 1B1"))
-    nothing = np.zeros(len(work.waits), dtype=np.int64)
+    nothing = Lookup(np.zeros(1, dtype=np.int64), np.zeros(len(work.waits), dtype=np.int64))
     stuck = Problem(work.bounds, work.ranks, work.waits, nothing, nothing)
     assert plain(stuck) is None
     assert waves(stuck, watch=watch) is None

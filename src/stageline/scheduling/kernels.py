@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from stageline.scheduling.units import Ticks
+from stageline.scheduling.units import Lookup, Ticks
 from stageline.scheduling.work import NOTHING, Integers
 
 WIDE = 24
@@ -44,13 +44,13 @@ class Problem:
     bounds: tuple[int, ...]
     ranks: Integers
     waits: Integers
-    lag: Ticks
-    duration: Ticks
+    lag: Lookup
+    duration: Lookup
 
 
 def solve(problem: Problem) -> Ticks | None:
     """Return when each action ends, or None if some never can."""
-    is_wide = len(problem.bounds) > WIDE and problem.duration.dtype != object
+    is_wide = len(problem.bounds) > WIDE and problem.duration.table.dtype != object
     return waves(problem) if is_wide else plain(problem)
 
 
@@ -61,7 +61,7 @@ def plain(problem: Problem) -> Ticks | None:
     if not _follow(problem, ends, clock=[0] * (len(problem.bounds) - 1)):
         return None
     ends.pop()
-    return np.array(ends, dtype=problem.duration.dtype)
+    return np.array(ends, dtype=problem.duration.table.dtype)
 
 
 def _follow(
@@ -117,10 +117,10 @@ def waves(problem: Problem, *, watch: int = WATCH) -> Ticks | None:
     """
     waits, lag, duration = problem.waits, problem.lag, problem.duration
     # Times are never negative: -1 says that an action has not run. The extra place is NOTHING.
-    ends = np.full(len(waits) + 1, -1, dtype=duration.dtype)
+    ends = np.full(len(waits) + 1, -1, dtype=duration.table.dtype)
     ends[NOTHING] = 0
     position, stops = np.array(problem.bounds[:-1]), np.array(problem.bounds[1:])
-    clock = np.zeros(len(position), dtype=duration.dtype)
+    clock = np.zeros(len(position), dtype=ends.dtype)
     wave = num_run = 0
     while True:
         unfinished = position < stops
@@ -155,8 +155,8 @@ def _finish(problem: Problem, ends: Ticks) -> Ticks | None:
         bounds=tuple(np.searchsorted(left, problem.bounds).tolist()),
         ranks=problem.ranks[left],
         waits=waits,
-        lag=problem.lag[left],
-        duration=problem.duration[left],
+        lag=Lookup(problem.lag.table, problem.lag.which[left]),
+        duration=Lookup(problem.duration.table, problem.duration.which[left]),
     )
     rest_ends: list[int | float | None] = [None] * len(left)
     rest_ends += ends[wanted].tolist()

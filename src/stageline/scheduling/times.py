@@ -11,7 +11,7 @@ from stageline.errors import ScheduleError
 from stageline.scheduling.action import Kind
 from stageline.scheduling.costs import Costs, Number
 from stageline.scheduling.kernels import Problem, solve
-from stageline.scheduling.units import Ticks, Unit
+from stageline.scheduling.units import Lookup, Ticks, Unit
 from stageline.scheduling.walk import walk
 from stageline.scheduling.work import MISSING, NOTHING, Integers, Work
 
@@ -30,8 +30,8 @@ class Times:
 
     work: Work
     unit: Unit
-    lag: Ticks
-    duration: Ticks
+    lag: Lookup
+    duration: Lookup
     end: Ticks
 
     @classmethod
@@ -47,7 +47,7 @@ class Times:
         hop, hops = _hops(work, costs)
         unit = Unit.of([*durations, *hops])
         long, far = unit.tables(durations, hops, num_terms=len(which))
-        duration, lag = long[which], far[hop]
+        duration, lag = Lookup(long, which), Lookup(far, hop)
         end = solve(Problem(work.bounds, work.ranks, work.waits, lag, duration))
         if end is None:
             raise ScheduleError(walk(work).deadlock)
@@ -60,7 +60,7 @@ class Times:
         before = np.arange(len(self.work.rows)) - 1
         firsts = np.array(self.work.bounds)
         before[firsts[firsts < len(before)]] = NOTHING
-        starts: Ticks = np.maximum(end[before], end[self.work.waits] + self.lag)
+        starts: Ticks = np.maximum(end[before], end[self.work.waits] + self.lag[:])
         return starts
 
     def start_of(self, index: int) -> int | float:
@@ -90,10 +90,10 @@ class Times:
 
 
 def _durations(work: Work, costs: Costs) -> tuple[Integers, list[Number]]:
-    """Return a table of durations, by kind in use and stage, and which of them each action has."""
+    """Return which of a table of durations each action has; the table, by kind in use and stage."""
     kind = work.rows["kind"]
     used = np.flatnonzero(np.bincount(kind, minlength=len(Kind))).tolist()
-    offset = np.zeros(len(Kind), dtype=np.int64)
+    offset = np.zeros(len(Kind), dtype=np.int32)
     offset[used] = np.arange(len(used)) * work.num_stages
     table = [cost for each in used for cost in costs.per_stage(Kind(each), work.num_stages)]
     return offset[kind] + work.rows["stage"], table
@@ -104,13 +104,13 @@ def _hops(work: Work, costs: Costs) -> tuple[Integers, list[Number]]:
     crosses = work.crossing()
     num_cuts = work.num_stages - 1
     if costs.hops_are_alike:
-        return crosses.astype(np.int64), [0, costs.hop(0, num_cuts, 0, 0)]
+        return crosses.view(np.uint8), [0, costs.hop(0, num_cuts, 0, 0)]
     used = np.flatnonzero(crosses)
     made = work.waits[used]
     stage = work.rows["stage"]
     ways = np.stack([np.minimum(stage[used], stage[made]), work.ranks[made], work.ranks[used]])
     distinct, way = np.unique(ways, axis=1, return_inverse=True)
-    hops = np.zeros(len(crosses), dtype=np.int64)
+    hops = np.zeros(len(crosses), dtype=np.int32)
     hops[used] = way.ravel() + 1
     return hops, [
         0,

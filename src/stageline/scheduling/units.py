@@ -26,6 +26,28 @@ SAFE = 2**62
 """No sum of machine integers may reach this."""
 
 
+@dataclass(frozen=True, eq=False)
+class Lookup:
+    """A few numbers of ticks, each used by many actions: a table, and which of it each action has.
+
+    Attributes:
+        table: The numbers.
+        which: For each action, its place in the table; a fraction of the memory of the numbers.
+    """
+
+    table: Ticks
+    which: npt.NDArray[np.integer[Any]]
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the numbers of some actions, or of one."""
+        return self.table[self.which[index]]
+
+    def tolist(self) -> list[Any]:
+        """Return the numbers of all actions as Python's; equal ones are the same object."""
+        table = self.table.tolist()
+        return [table[place] for place in self.which.tolist()]
+
+
 @dataclass(frozen=True)
 class Unit:
     """What one tick is worth.

@@ -13,16 +13,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from stageline.errors import ScheduleError
-from stageline.scheduling.action import LETTERS, Kind, action_text
+from stageline.scheduling.action import LARGEST, LETTERS, Kind, action_text
 from stageline.scheduling.schedule import Row, Schedule, is_transfer
 
-Integers: TypeAlias = npt.NDArray[np.int64]
+Integers: TypeAlias = npt.NDArray[np.integer[Any]]
 Booleans: TypeAlias = npt.NDArray[np.bool_]
 
 NOTHING = -1
@@ -68,13 +68,15 @@ class Work:
                 f"many forward actions, the rows hold {len(schedule)} actions in all: "
                 f"call check() for what is missing"
             )
+        if len(schedule) > LARGEST:
+            raise ScheduleError(f"{len(schedule)} actions are more than the {LARGEST} that fit")
         rows = np.concatenate(schedule.arrays)
         sizes = [len(row) for row in schedule.arrays]
         if rows["kind"].max(initial=0) >= Kind.SEND_FORWARD:
             rows = rows[~is_transfer(rows)]
             sizes = [int((~is_transfer(row)).sum()) for row in schedule.arrays]
         table = _Table.of(rows, schedule.num_stages, schedule.num_microbatches)
-        waits = np.empty(len(rows), dtype=np.int64)
+        waits = np.empty(len(rows), dtype=INDEX)
         for part in _blocks(len(rows)):
             waits[part] = table.waits(rows[part])
             if forgiving:
@@ -88,7 +90,7 @@ class Work:
         return cls(
             rows=rows,
             bounds=(0, *np.cumsum(sizes).tolist()),
-            ranks=np.repeat(np.arange(len(sizes)), sizes),
+            ranks=np.repeat(np.arange(len(sizes), dtype=INDEX), sizes),
             waits=waits,
             num_stages=schedule.num_stages,
         )
@@ -99,8 +101,11 @@ class Work:
 
     def crossing(self) -> Booleans:
         """Return, for each action, whether it waits for one of another rank."""
-        # NOTHING and MISSING pick some rank from the end here; the first condition drops them.
-        crosses: Booleans = (self.waits >= 0) & (self.ranks[self.waits] != self.ranks)
+        crosses = np.empty(len(self.waits), dtype=bool)
+        for part in _blocks(len(self.waits)):
+            waits = self.waits[part]
+            # NOTHING and MISSING pick some rank from the end; the first condition drops them.
+            crosses[part] = (waits >= 0) & (self.ranks[waits] != self.ranks[part])
         return crosses
 
     def text(self, index: int) -> str:
@@ -138,6 +143,9 @@ def is_sparse(schedule: Schedule) -> bool:
     return schedule.num_stages * schedule.num_microbatches > 1000 + 8 * len(schedule)
 
 
+INDEX = np.int32
+"""The type of indices: half the memory of the usual one, and good for two billion actions."""
+
 BLOCK = 2**18
 """How many actions are looked up at a time: few enough for the cache, and to reuse memory."""
 
@@ -172,7 +180,7 @@ class _Table:
         forward = 1 + num_microbatches
         gradient = forward + num_stages * num_microbatches
         beyond = gradient + num_stages * num_microbatches
-        at = np.full(beyond + num_microbatches, MISSING, dtype=np.int64)
+        at = np.full(beyond + num_microbatches, MISSING, dtype=INDEX)
         table = cls(at, num_microbatches, gradient)
         # Backwards, so that the first of several is the last to be written.
         for part in reversed(_blocks(len(rows))):
