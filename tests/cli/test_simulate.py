@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stageline.cli import main
-from stageline.scheduling import Costs
+from stageline.scheduling import simulate
 from stageline.scheduling.schedules import one_f_one_b
 
 USUAL = ["simulate", "--schedule", "1f1b", "--ranks", "4", "--microbatches", "8"]
@@ -18,12 +18,24 @@ USUAL = ["simulate", "--schedule", "1f1b", "--ranks", "4", "--microbatches", "8"
 Captured = pytest.CaptureFixture[str]
 
 
-def test_text(capsys: Captured) -> None:
-    assert main(USUAL) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "1f1b: 4 stages on 4 ranks, 8 microbatches",
-        "T 33   span 33   bubble 27.3%   peak 4 3 2 1",
+def test_a_time_line_and_a_table(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main([*USUAL, "--activation-bytes", "10"]) == 0
+    drawn, table, figures = capsys.readouterr().out.split("\n\n")
+    assert drawn == one_f_one_b(4, 8).picture(width=120)
+    assert table.splitlines() == [
+        "rank  busy  idle  wait  peak activations  peak bytes",
+        "   0    24     9     9                 4          40",
+        "   1    24     9     6                 3          30",
+        "   2    24     9     3                 2          20",
+        "   3    24     9     0                 1          10",
     ]
+    assert figures == "makespan 33, bubble 27.27%\nspan 33, bubble 27.27%\n"
+
+
+def test_of_a_long_schedule_there_is_no_time_line(capsys: Captured) -> None:
+    assert main(["simulate", "--schedule", "1f1b", "--ranks", "2", "--microbatches", "6000"]) == 0
+    assert "│" not in capsys.readouterr().out
 
 
 def test_json(capsys: Captured) -> None:
@@ -31,16 +43,73 @@ def test_json(capsys: Captured) -> None:
     out = capsys.readouterr().out
     assert json.loads(out) == {
         "schedule": "1f1b",
-        "num_ranks": 4,
-        "num_stages": 4,
-        "num_microbatches": 8,
-        "T": 33,
+        "ranks": 4,
+        "stages": 4,
+        "microbatches": 8,
+        "makespan": 33,
         "span": 33,
         "bubble": pytest.approx(9 / 33),
+        "span_bubble": pytest.approx(9 / 33),
+        "peak_activations": [4, 3, 2, 1],
         "busy": [24, 24, 24, 24],
-        "peak": [4, 3, 2, 1],
+        "idle": [9, 9, 9, 9],
+        "wait": [9, 6, 3, 0],
     }
-    assert '"T": 33,' in out, "an integer stays an integer"
+    assert '"makespan": 33,' in out, "an integer stays an integer"
+
+
+def test_every_cost_is_an_option(capsys: Captured, tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text("0F0 0R0 0I0 0W0 \n 1F0 1R0 1I0 1W0")
+    times = ["--forward", "1,2", "--input-grad", "4", "--weight-grad", "8", "--recompute", "16"]
+    hops = ["--latency", "32", "--bandwidth", "2", "--edge-bytes", "128"]
+    sizes = ["--activation-bytes", "9,7", "--input-bytes", "5", "--freed-bytes", "6"]
+    assert main(["simulate", "--schedule", str(file), "--json", *times, *hops, *sizes]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    # 0F0, hop, 1F0 1R0 1I0, hop, 0I0 0W0
+    assert figures["makespan"] == 1 + 96 + (2 + 16 + 4) + 96 + (4 + 8)
+    assert figures["peak_bytes"] == [9, 7]
+
+
+def test_a_figure_of_the_zero_bubble_paper(capsys: Captured) -> None:
+    usual = ["simulate", "--schedule", "1f1b", "--ranks", "8", "--microbatches", "24", "--json"]
+    costs = ["--forward", "18522", "--input-grad", "18086", "--weight-grad", "9337"]
+    assert main([*usual, *costs, "--latency", "601"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["makespan"] == 1456749
+    assert round(figures["bubble"], 4) == 0.2431
+
+
+def test_stages_per_rank(capsys: Captured) -> None:
+    assert main([*USUAL, "--stages-per-rank", "2", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["stages"], figures["makespan"]) == (8, 66)
+    assert figures["peak_activations"] == [4, 3, 2, 1], "each of two stages counts one half"
+    assert main([*USUAL, "--stages", "6", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["peak_activations"][0] == pytest.approx(8 * 4 / 6)
+
+
+@pytest.mark.parametrize(
+    ("limit", "status", "line"),
+    [
+        ("4", 0, "1f1b fits: at most 4 of 4 activations"),
+        ("7/2", 1, "1f1b does not fit: rank 0 holds 4 activations, the limit is 3.5"),
+    ],
+)
+def test_a_memory_limit(limit: str, status: int, line: str, capsys: Captured) -> None:
+    assert main([*USUAL, "--memory-limit", limit]) == status
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    assert main([*USUAL, "--memory-limit", limit, "--json"]) == status
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["fits"] is (status == 0)
+    assert figures["memory_limit"] == {"4": 4, "7/2": 3.5}[limit]
+
+
+def test_a_picture_in_a_file(capsys: Captured, tmp_path: Path) -> None:
+    file = tmp_path / "line.svg"
+    assert main([*USUAL, "--svg", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["makespan"] == 33
+    assert file.read_text(encoding="utf-8") == simulate(one_f_one_b(4, 8)).svg()
 
 
 def test_costs_are_exact(capsys: Captured) -> None:
@@ -52,30 +121,22 @@ def test_costs_are_exact(capsys: Captured) -> None:
 def test_costs_per_stage(capsys: Captured) -> None:
     arguments = ["simulate", "--schedule", "gpipe", "--ranks", "2", "--microbatches", "2"]
     assert main([*arguments, "--forward", "1,5", "--backward", "2,7", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["T"] == 27
+    assert json.loads(capsys.readouterr().out)["makespan"] == 27
 
 
 def test_more_stages_than_ranks(capsys: Captured) -> None:
     assert main([*USUAL, "--stages", "8", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert (figures["num_stages"], figures["num_ranks"], figures["T"]) == (8, 4, 66)
-
-
-def test_picture(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    assert main([*USUAL, "--backward", "1", "--picture"]) == 0
-    wanted = one_f_one_b(4, 8).picture(Costs(1, 1), width=120)
-    assert capsys.readouterr().out == wanted + "\n"
+    assert (figures["stages"], figures["ranks"], figures["makespan"]) == (8, 4, 66)
 
 
 def test_a_schedule_from_a_file(capsys: Captured, tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text("# by hand\nrank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1 1B1\n")
     assert main(["simulate", "--schedule", str(file)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "mine: 2 stages on 2 ranks, 2 microbatches",
-        "T 9   span 9   bubble 33.3%   peak 2 1",
-    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "mine: 2 stages on 2 ranks, 2 microbatches"
+    assert "T 9   span 9   bubble 33.3%   peak 2 1" in lines
 
 
 @pytest.mark.parametrize(
@@ -94,7 +155,17 @@ def test_a_schedule_from_a_file(capsys: Captured, tmp_path: Path) -> None:
         ([*USUAL, "--forward", "1/0"], "argument --forward: '1/0' is not a number"),
         ([*USUAL, "--forward", "1,2"], "forward is given for 2 stages, the schedule has 4"),
         ([*USUAL, "--backward=-1"], "costs: backward is -1: give zero or more"),
-        ([*USUAL, "--json", "--picture"], "--json and --picture exclude each other"),
+        ([*USUAL, "--input-grad", "3"], "of the two halves of the backward one is given"),
+        ([*USUAL, "--latency", "1,2"], "latency is given for 2 cuts, the schedule has 3"),
+        ([*USUAL, "--bandwidth", "0"], "bandwidth is 0: give more"),
+        ([*USUAL, "--stages-per-rank", "0"], "--stages-per-rank is 0: a rank holds at least one"),
+        ([*USUAL, "--stages-per-rank", "2", "--stages", "9"], "--stages 9 is not --ranks 4 times"),
+        (
+            ["simulate", "--schedule", "1f1b", "--stages-per-rank", "2", "--microbatches", "2"],
+            "--stages-per-rank needs --ranks: add it",
+        ),
+        ([*USUAL, "--memory-limit", "much"], "argument --memory-limit: 'much' is not a number"),
+        ([*USUAL, "--svg", "/nowhere/at/all.svg"], "No such file or directory"),
         (["simulate", "--schedule", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
     ],
 )
@@ -132,7 +203,8 @@ def test_a_wrong_file_is_one_line_and_status_2(
 def test_a_file_and_numbers_that_contradict_it(capsys: Captured, tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text("0F0 0B0")
-    assert main(["simulate", "--schedule", str(file), "--ranks", "1"]) == 0
+    usual = ["simulate", "--schedule", str(file)]
+    assert main([*usual, "--ranks", "1", "--stages-per-rank", "1"]) == 0
     assert main(["simulate", "--schedule", str(file), "--ranks", "3"]) == 2
     assert "has 1 for --ranks, not 3: leave it out" in capsys.readouterr().err
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from stageline.scheduling import Costs, Kind, Schedule, parse, picture, schedules
+from stageline.scheduling import Costs, Kind, Schedule, parse, picture, schedules, simulate
 from stageline.scheduling.drawing import COLORS, PLAIN
 from stageline.scheduling.schedules import forward_only, gpipe, one_f_one_b
 from tests.scheduling.families import example
@@ -81,6 +81,16 @@ def test_a_dot_never_touches_the_cell_after_it() -> None:
 def test_actions_without_duration_take_no_room() -> None:
     assert lines_of(gpipe(1, 2), Costs(1, 0))[1] == "rank 0 │F0 F1"
     assert lines_of(gpipe(1, 2), Costs(0, 0))[1] == "rank 0 │"
+
+
+def test_costs_of_very_different_sizes_do_not_fill_the_memory() -> None:
+    line = lines_of(gpipe(1, 2), Costs(1, 10**12), width=10**9)[1]
+    assert len(line) < 70_000
+    assert "B0═" in line
+
+
+def test_a_simulation_draws_itself() -> None:
+    assert simulate(gpipe(2, 2)).picture(width=80) == picture(gpipe(2, 2), width=80)
 
 
 def test_a_wide_picture_goes_on_below_in_even_bands() -> None:

@@ -32,9 +32,19 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    >>> main(["simulate", "--schedule", "gpipe", "--ranks", "4", "--microbatches", "8"])
-    gpipe: 4 stages on 4 ranks, 8 microbatches
-    T 33   span 33   bubble 27.3%   peak 8 8 8 8
+    >>> main(["simulate", "--schedule", "gpipe", "--ranks", "2", "--microbatches", "2"])
+    gpipe: 2 stages on 2 ranks, 2 microbatches
+    rank 0 │F0 F1 ·  ·  ·  B0═══ B1═══
+    rank 1 │·  F0 F1 B0═══ B1═══
+    F forward   B backward   · wait   F3: microbatch 3
+    T 9   span 9   bubble 33.3%   peak 2 2
+    <BLANKLINE>
+    rank  busy  idle  wait  peak activations
+       0     6     3     3                 2
+       1     6     3     0                 2
+    <BLANKLINE>
+    makespan 9, bubble 33.33%
+    span 9, bubble 33.33%
     0
     """
     parser = _Parser(prog="stageline", description="Pipeline-parallel training for PyTorch.")

@@ -46,6 +46,9 @@ WORDS = {
     Kind.RECOMPUTE: "recompute",
 }
 
+MOST_CELLS = 20_000
+"""How many cells a line has at most, whatever the costs."""
+
 FIRST_BANDS, LAST_BANDS = 2, 1
 """How many bands of a very long picture are drawn: how it fills, and how it drains."""
 
@@ -76,7 +79,12 @@ def picture(
     Raises:
         ScheduleError: The schedule deadlocks, or the costs are for another number of stages.
     """
-    simulation = simulate(schedule, costs)
+    return draw(simulate(schedule, costs), color=color, width=width)
+
+
+def draw(simulation: Simulation, *, color: bool = False, width: int | None = None) -> str:
+    """Draw what every rank did in a simulation; the arguments are those of ``picture``."""
+    schedule = simulation.schedule
     sheet = _Sheet.of(simulation)
     lines = [_draw(rank, simulation, sheet) for rank in range(schedule.num_ranks)]
     columns = shutil.get_terminal_size().columns if width is None else width
@@ -95,7 +103,8 @@ class _Sheet:
     """How time becomes columns.
 
     Attributes:
-        unit: The shortest action that takes time; it gets one cell.
+        unit: The shortest action that takes time; it gets one cell. Of costs that differ by
+            orders of magnitude the short ones get less, and their labels are cut.
         cell: Columns of that cell: room for the longest label and one blank.
         names_stages: Whether labels say the stage: only where a rank holds several.
     """
@@ -117,7 +126,8 @@ class _Sheet:
         longest = len(f"F{schedule.num_microbatches - 1}")
         if names_stages:
             longest += len(str(schedule.num_stages - 1))
-        return cls(min(lengths, default=1), longest + 1, names_stages)
+        unit = max(min(lengths, default=1), _ceil_ratio(simulation.T, MOST_CELLS))
+        return cls(unit, longest + 1, names_stages)
 
     def column(self, time: Number) -> int:
         if isinstance(time, float) or isinstance(self.unit, float):
@@ -173,6 +183,11 @@ def _labels(row: list[tuple[int, int, int, int]], sheet: _Sheet) -> list[str]:
         return labels
     stages = (str(stage) for _, stage, _, _ in row)
     return [label.removeprefix(stage) for label, stage in zip(labels, stages, strict=True)]
+
+
+def _ceil_ratio(time: Number, parts: int) -> Number:
+    """Return a part of a time, rounded up to whole numbers where time is counted in those."""
+    return -(-time // parts) if isinstance(time, int) else time / parts
 
 
 def _cell(label: str, size: int, fill: str) -> list[str]:

@@ -1,29 +1,44 @@
-"""How long does a schedule take? An exact simulation for stated costs.
+"""How long does a schedule take, and how much does it hold? An exact simulation for stated costs.
 
 The rule: each rank runs its row strictly in order; an action starts as soon as its rank is free
-and what it waits for has ended, plus the latency if that ran on another rank. Transfers take
-nothing from the rank, so it makes no difference whether the rows contain them. A pair is one
-action: it starts when both its halves could, and its forward and its backward end together.
+and what it waits for has ended, plus the time of the hop if that ran on another rank. Transfers
+take nothing from the rank, so it makes no difference whether the rows contain them. A fused B
+hands on its input gradient when all of it has ended, W included. A pair is one action: it starts
+when both its halves could, and its forward and its backward end together.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 
-import numpy as np
-
-from stageline.errors import ScheduleError
-from stageline.scheduling.action import Kind
+from stageline.scheduling.action import Action, Kind
 from stageline.scheduling.costs import Costs, Number, number_text
-from stageline.scheduling.schedule import Row, Schedule
-from stageline.scheduling.walk import Walk, walk
-from stageline.scheduling.work import NOTHING, Work
+from stageline.scheduling.critical import CriticalStep, critical_path
+from stageline.scheduling.memory import peak_bytes, peak_counts
+from stageline.scheduling.schedule import Schedule
+from stageline.scheduling.times import Times
+from stageline.scheduling.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAction:
+    """An action, and when it runs."""
+
+    action: Action
+    start: Number
+    end: Number
 
 
 @dataclass(frozen=True)
 class Simulation:
     """When everything happens, and the figures that follow.
+
+    Two bubbles, for two ways to run. Where every step begins together, a rank that waits for the
+    others loses until T. Where the next step may begin on a rank while others are still busy with
+    this one, being late is no loss, and only the time within its own span counts. With equal stages
+    both are the rate of the zero-bubble papers, ``(cost - work) / cost`` with the work of a rank.
 
     Attributes:
         schedule: What was simulated.
@@ -31,27 +46,94 @@ class Simulation:
         span: The longest time of a rank from its own first forward to its last action. Not T: a
             rank that starts late has a shorter span.
         busy: How long each rank computes.
+        wait: How long each rank waits between its first and its last action.
         bubble: The share of the ranks' time, ``num_ranks * T``, in which they do not compute.
-        peak: How many activations each rank holds at most: one more with each F, one less with
-            each B or W. Without a backward nothing is kept, and the peak is that of one F. The
-            unit is the activations of one microbatch in a rank's share of the model, so that
-            schedules compare: of two stages per rank, each counts one half.
-        start: When each action starts, per rank, in the order of ``schedule.compute_only()``.
-        end: When it ends.
+        span_bubble: The share of the span that exceeds the work of the busiest rank.
+        peak: How many activations each rank holds at most: one more with each F (R, where it is
+            recomputed), one less with each B or W. Without a backward nothing is kept, and the
+            peak is 1.
+        peak_bytes: The same in bytes, None unless the costs say how large activations are.
     """
 
     schedule: Schedule
     T: Number
     span: Number
     busy: tuple[Number, ...]
+    wait: tuple[Number, ...]
     bubble: Fraction | float
-    peak: tuple[int | Fraction, ...]
-    start: tuple[tuple[Number, ...], ...] = field(repr=False)
-    end: tuple[tuple[Number, ...], ...] = field(repr=False)
+    span_bubble: Fraction | float
+    peak: tuple[int, ...]
+    peak_bytes: tuple[Number, ...] | None
+    times: Times = field(repr=False, compare=False)
+
+    @property
+    def idle(self) -> tuple[Number, ...]:
+        """How long each rank does not compute: T less the time in which it is busy."""
+        return tuple(self.T - busy for busy in self.busy)
+
+    @property
+    def peak_activations(self) -> tuple[Number, ...]:
+        """The peaks, in activations of one microbatch in ``1 / num_ranks`` of the model.
+
+        One of ``num_ranks`` stages counts 1, one of twice as many counts 1/2: so schedules with
+        different numbers of stages can be compared.
+        """
+        one = Fraction(self.schedule.num_ranks, max(self.schedule.num_stages, 1))
+        return tuple(_whole(count * one) for count in self.peak)
+
+    @cached_property
+    def start(self) -> tuple[tuple[Number, ...], ...]:
+        """When each action starts, per rank, in the order of ``schedule.compute_only()``."""
+        return self.times.by_rank(self.times.start)
+
+    @cached_property
+    def end(self) -> tuple[tuple[Number, ...], ...]:
+        """When each action ends, likewise."""
+        return self.times.by_rank(self.times.end)
+
+    @cached_property
+    def critical_path(self) -> tuple[CriticalStep, ...]:
+        """What T is made of: actions from time 0 to T, each begun because the one before ended."""
+        return critical_path(self.times)
+
+    def timeline(self, rank: int) -> tuple[TimedAction, ...]:
+        """Return what one rank computes, and when.
+
+        >>> from stageline.scheduling.schedules import one_f_one_b
+        >>> for at in simulate(one_f_one_b(num_stages=2, num_microbatches=2)).timeline(0):
+        ...     print(at.action, at.start, at.end)
+        0F0 0 1
+        0F1 1 2
+        0B0 4 6
+        0B1 7 9
+        """
+        part = self.times.work.parts()[rank]
+        unit = self.times.unit
+        return tuple(
+            TimedAction(Action(stage, Kind(kind), microbatch), start, end)
+            for (kind, stage, microbatch, _), start, end in zip(
+                self.times.work.rows[part].tolist(),
+                unit.numbers(self.times.start[part]),
+                unit.numbers(self.times.end[part]),
+                strict=True,
+            )
+        )
+
+    def picture(self, *, color: bool = False, width: int | None = None) -> str:
+        """Draw what every rank does over time; see ``stageline.scheduling.drawing``."""
+        from stageline.scheduling.drawing import draw
+
+        return draw(self, color=color, width=width)
+
+    def svg(self) -> str:
+        """Draw the same as an SVG picture; see ``stageline.scheduling.svg``."""
+        from stageline.scheduling.svg import to_svg
+
+        return to_svg(self)
 
     def figures(self) -> str:
         """Return T, span, bubble and peak on one line."""
-        peaks = " ".join(map(number_text, self.peak))
+        peaks = " ".join(map(number_text, self.peak_activations))
         return (
             f"T {number_text(self.T)}   span {number_text(self.span)}   "
             f"bubble {float(self.bubble):.1%}   peak {peaks}"
@@ -72,56 +154,25 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     Raises:
         ScheduleError: The schedule deadlocks, or the costs are for another number of stages.
     """
-    work = Work.of(schedule)
-    times = Times.of(work, walk(work), costs or Costs())
-    start, end = (_by_rank(work, flat) for flat in (times.start, times.end))
-    makespan = max((row[-1] for row in end if row), default=0)
-    busy = tuple(sum(row) for row in _by_rank(work, times.duration))
+    costs = costs or Costs()
+    times = Times.of(Work.of(schedule), costs)
+    unit = times.unit
+    windows = [_window(times, part) for part in times.work.parts()]
+    makespan = unit.number(max(window.end for window in windows))
+    span = unit.number(max(window.end - window.first_forward for window in windows))
+    busy = tuple(unit.number(window.busy) for window in windows)
     return Simulation(
         schedule=schedule,
         T=makespan,
-        span=max((_span(work, rank, start, end) for rank in range(schedule.num_ranks)), default=0),
+        span=span,
         busy=busy,
-        bubble=_bubble(busy, makespan),
-        peak=tuple(
-            _in_shares(_peak(row, schedule.has_backward), schedule) for row in schedule.arrays
-        ),
-        start=start,
-        end=end,
+        wait=tuple(unit.number(window.end - window.start - window.busy) for window in windows),
+        bubble=_idle_share(sum(busy), len(busy) * makespan),
+        span_bubble=_idle_share(max(busy), span),
+        peak=peak_counts(schedule),
+        peak_bytes=peak_bytes(schedule, costs),
+        times=times,
     )
-
-
-@dataclass(frozen=True)
-class Times:
-    """Start, duration and end of each action of a ``Work``."""
-
-    start: list[Number]
-    duration: list[Number]
-    end: list[Number]
-
-    @classmethod
-    def of(cls, work: Work, order: Walk, costs: Costs) -> Times:
-        """Apply the rule to the actions, in an order in which they can run."""
-        if order.deadlock:
-            raise ScheduleError(order.deadlock)
-        waits: list[int] = work.waits.tolist()
-        before = _before(work)
-        lag = _lags(work, costs.latency)
-        duration = _durations(work, costs)
-        gates = work.gates
-        start: list[Number] = [0] * len(waits)
-        end: list[Number] = [0] * (len(waits) + 1)  # the extra place is end[NOTHING], time 0
-        for index in order.sequence:
-            now = end[before[index]]
-            ready = end[waits[index]] + lag[index]
-            if ready > now:
-                now = ready
-            if index in gates:
-                now = max(now, end[gates[index]] + lag[index + 1])
-            start[index] = now
-            end[index] = now + duration[index]
-        end.pop()
-        return cls(start, duration, end)
 
 
 def title(schedule: Schedule) -> str:
@@ -132,67 +183,37 @@ def title(schedule: Schedule) -> str:
     )
 
 
-def _before(work: Work) -> list[int]:
-    """Return for each action the one before it on its rank, NOTHING for the first."""
-    before = np.arange(len(work.rows)) - 1
-    firsts = np.array(work.bounds)
-    before[firsts[firsts < len(before)]] = NOTHING
-    indices: list[int] = before.tolist()
-    return indices
+@dataclass(frozen=True)
+class _Window:
+    """From when to when one rank has something to do, in ticks."""
+
+    start: int | float
+    first_forward: int | float
+    end: int | float
+    busy: int | float
 
 
-def _lags(work: Work, latency: Number) -> list[Number]:
-    return [latency if crosses else 0 for crosses in work.crossing().tolist()]
+def _window(times: Times, part: slice) -> _Window:
+    if part.start == part.stop:
+        return _Window(0, 0, 0, 0)
+    end = times.end[part.stop - 1]
+    start = times.start_of(part.start)
+    kinds = times.work.rows["kind"][part]
+    first = start
+    if kinds[0] != Kind.FORWARD:
+        forwards = kinds == Kind.FORWARD
+        # A row without a forward has no span.
+        first = times.start_of(part.start + int(forwards.argmax())) if forwards.any() else end
+    return _Window(start, first, end, times.duration[part].sum())
 
 
-def _durations(work: Work, costs: Costs) -> list[Number]:
-    kinds, column = np.unique(work.rows["kind"], return_inverse=True)
-    table = [cost for kind in kinds for cost in costs.per_stage(Kind(kind), work.num_stages)]
-    places = column * work.num_stages + work.rows["stage"]
-    durations = [table[place] for place in places.tolist()]
-    for at in work.pairs:
-        # The forward takes the time of both, the backward ends with it.
-        both = durations[at] + durations[at + 1] if costs.pair is None else costs.pair
-        durations[at], durations[at + 1] = both, 0
-    return durations
-
-
-def _by_rank(work: Work, flat: list[Number]) -> tuple[tuple[Number, ...], ...]:
-    bounds = work.bounds
-    return tuple(tuple(flat[bounds[rank] : bounds[rank + 1]]) for rank in range(len(bounds) - 1))
-
-
-def _span(
-    work: Work,
-    rank: int,
-    start: tuple[tuple[Number, ...], ...],
-    end: tuple[tuple[Number, ...], ...],
-) -> Number:
-    row = work.rows[work.bounds[rank] : work.bounds[rank + 1]]
-    forwards = np.flatnonzero(row["kind"] == Kind.FORWARD)
-    return end[rank][-1] - start[rank][int(forwards[0])] if len(forwards) else 0
-
-
-def _bubble(busy: tuple[Number, ...], makespan: Number) -> Fraction | float:
-    total = len(busy) * makespan
+def _idle_share(busy: Number, total: Number) -> Fraction | float:
     if total == 0:
         return Fraction(0)
-    worked = sum(busy)
-    if isinstance(total, float) or isinstance(worked, float):
-        return 1 - worked / total
-    return 1 - Fraction(worked) / total
+    if isinstance(total, float) or isinstance(busy, float):
+        return 1 - busy / total
+    return 1 - Fraction(busy) / total
 
 
-def _peak(row: Row, has_backward: bool) -> int:
-    if not has_backward:
-        return min(1, len(row))
-    kind = row["kind"]
-    release = (kind == Kind.BACKWARD) | (kind == Kind.WEIGHT_GRADIENT)
-    change = (kind == Kind.FORWARD).astype(np.int64) - release
-    return int(np.cumsum(change).max(initial=0))
-
-
-def _in_shares(activations: int, schedule: Schedule) -> int | Fraction:
-    """Return activations of stages in units of a rank's share of the model."""
-    shares = Fraction(activations * schedule.num_ranks, schedule.num_stages or 1)
-    return int(shares) if shares.denominator == 1 else shares
+def _whole(number: Fraction) -> int | Fraction:
+    return int(number) if number.denominator == 1 else number

@@ -17,15 +17,13 @@ before everything that ends later, its user among it.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 
 from stageline.errors import ScheduleError
 from stageline.scheduling.action import Kind
 from stageline.scheduling.costs import Costs
 from stageline.scheduling.schedule import ROW_DTYPE, Row, Schedule
-from stageline.scheduling.simulator import Times
+from stageline.scheduling.times import Times
 from stageline.scheduling.walk import Walk, walk
 from stageline.scheduling.work import Integers, Work
 
@@ -54,8 +52,10 @@ def order_transfers(schedule: Schedule, costs: Costs | None = None) -> Schedule:
         raise ScheduleError(schedule.refusal)
     work = Work.of(Schedule(schedule.arrays, schedule.name))
     order = walk(work)
-    times = Times.of(work, order, costs or Costs())
-    clock, turn = _clock(order, times), _turn(order)
+    times = Times.of(work, costs or Costs())
+    turn = _turn(order)
+    # The times at which actions end, numbered; equal times alike, for any kind of number.
+    _, clock = np.unique(times.end, return_inverse=True)
 
     used = np.flatnonzero(work.crossing())
     made = work.waits[used]
@@ -65,8 +65,7 @@ def order_transfers(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     # What happens at one time: first the actions that end then; they began earlier, so none of
     # them uses a transfer of this moment. Then the transfers, each directly after its maker's turn
     # in the walk. Actions that take no time may use those, and keep their own turn among them.
-    is_instant = np.array([a == b for a, b in zip(times.start, times.end, strict=True)], dtype=bool)
-    moment = np.where(is_instant, 2 * turn, -1)
+    moment = np.where(times.start == times.end, 2 * turn, -1)
     moment_of_transfer = 2 * turn[made] + 1
 
     rows = np.concatenate([work.rows, sends, receives])
@@ -77,16 +76,6 @@ def order_transfers(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
     ends = np.cumsum(np.bincount(ranks, minlength=schedule.num_ranks))
     return Schedule(tuple(np.split(rows, ends[:-1])), schedule.name)
-
-
-def _clock(order: Walk, times: Times) -> Integers:
-    """Number the times at which actions end, equal times alike: exact for any kind of number."""
-    end = times.end
-    by_time = sorted(order.sequence, key=end.__getitem__)
-    ticks = [end[before] != end[after] for before, after in pairwise(by_time)]
-    clock = np.zeros(len(by_time), dtype=np.int64)
-    clock[by_time[1:]] = np.cumsum(ticks)
-    return clock
 
 
 def _turn(order: Walk) -> Integers:

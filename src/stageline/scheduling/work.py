@@ -15,16 +15,17 @@ needs: the gate of that forward.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from stageline.errors import ScheduleError
-from stageline.scheduling.action import Kind, action_text
+from stageline.scheduling.action import LARGEST, LETTERS, Kind, action_text
 from stageline.scheduling.schedule import Row, Schedule
 
-Integers: TypeAlias = npt.NDArray[np.int64]
+Integers: TypeAlias = npt.NDArray[np.integer[Any]]
 Booleans: TypeAlias = npt.NDArray[np.bool_]
 
 NOTHING = -1
@@ -74,35 +75,48 @@ class Work:
                 f"many forward actions, the rows hold {len(schedule)} actions in all: "
                 f"call check() for what is missing"
             )
-        schedule = schedule.compute_only()
-        arrays = schedule.arrays
-        sizes = [len(row) for row in arrays]
-        rows = np.concatenate(arrays)
-        waits, owed = _waits(rows, schedule.num_stages, schedule.num_microbatches)
-        if forgiving:
-            waits[waits == MISSING] = NOTHING
-        else:
+        if len(schedule) > LARGEST:
+            raise ScheduleError(f"{len(schedule)} actions are more than the {LARGEST} that fit")
+        if any(row["kind"].max(initial=0) >= Kind.SEND_FORWARD for row in schedule.arrays):
+            schedule = schedule.compute_only()
+        rows = np.concatenate(schedule.arrays)
+        sizes = [len(row) for row in schedule.arrays]
+        table = _Table.of(rows, schedule.num_stages, schedule.num_microbatches)
+        waits = np.empty(len(rows), dtype=INDEX)
+        for part in _blocks(len(rows)):
+            waits[part] = table.waits(rows[part])
+            if forgiving:
+                waits[part][waits[part] == MISSING] = NOTHING
+                continue
             # What the own rank owes is kept by the order of its row. Where the row has it wrong,
             # the action waits for that instead, and so for ever.
-            late = owed > np.arange(len(rows))
-            waits = np.where(late | (owed == MISSING), owed, waits)
+            owed = table.owed(rows[part])
+            never = (owed > np.arange(part.start, part.stop)) | (owed == MISSING)
+            waits[part][never] = owed[never]
         bounds = (0, *np.cumsum(sizes).tolist())
         firsts = zip(bounds, schedule.pairs, strict=False)
         pairs = tuple(at for first, positions in firsts for at in (first + positions).tolist())
         return cls(
             rows=rows,
             bounds=bounds,
-            ranks=np.repeat(np.arange(len(arrays)), sizes),
+            ranks=np.repeat(np.arange(len(sizes), dtype=INDEX), sizes),
             waits=waits,
             num_stages=schedule.num_stages,
             pairs=pairs,
             gates={at: int(waits[at + 1]) for at in pairs if waits[at + 1] >= 0},
         )
 
+    def parts(self) -> list[slice]:
+        """Return which of the actions each rank runs."""
+        return [slice(begin, end) for begin, end in pairwise(self.bounds)]
+
     def crossing(self) -> Booleans:
         """Return, for each action, whether it waits for one of another rank."""
-        # NOTHING and MISSING pick some rank from the end here; the first condition drops them.
-        crosses: Booleans = (self.waits >= 0) & (self.ranks[self.waits] != self.ranks)
+        crosses = np.empty(len(self.waits), dtype=bool)
+        for part in _blocks(len(self.waits)):
+            waits = self.waits[part]
+            # NOTHING and MISSING pick some rank from the end; the first condition drops them.
+            crosses[part] = (waits >= 0) & (self.ranks[waits] != self.ranks[part])
         return crosses
 
     def text(self, index: int) -> str:
@@ -139,34 +153,66 @@ def is_sparse(schedule: Schedule) -> bool:
     return schedule.num_stages * schedule.num_microbatches > 1000 + 8 * len(schedule)
 
 
-def _waits(rows: Row, num_stages: int, num_microbatches: int) -> tuple[Integers, Integers]:
-    """Return what each action waits for: of another stage, and of its own."""
-    kind = rows["kind"].astype(np.int64)
-    stage = rows["stage"].astype(np.int64)
-    slot = stage * num_microbatches + rows["microbatch"]
+INDEX = np.int32
+"""The type of indices: half the memory of the usual one, and good for two billion actions."""
 
-    is_forward = kind == Kind.FORWARD
-    is_gradient = (kind == Kind.BACKWARD) | (kind == Kind.INPUT_GRADIENT)
-    is_weight = kind == Kind.WEIGHT_GRADIENT
-    forward_at = _first_at(is_forward, slot, num_stages * num_microbatches)
-    gradient_at = _first_at(is_gradient, slot, num_stages * num_microbatches)
-
-    waits = np.full(len(rows), NOTHING, dtype=np.int64)
-    inner = is_forward & (stage > 0)
-    waits[inner] = forward_at[slot[inner] - num_microbatches]
-    inner = is_gradient & (stage < num_stages - 1)
-    waits[inner] = gradient_at[slot[inner] + num_microbatches]
-
-    owed = np.full(len(rows), NOTHING, dtype=np.int64)
-    follows = is_gradient | (kind == Kind.RECOMPUTE)
-    owed[follows] = forward_at[slot[follows]]
-    owed[is_weight] = gradient_at[slot[is_weight]]
-    return waits, owed
+BLOCK = 2**18
+"""How many actions are looked up at a time: few enough for the cache, and to reuse memory."""
 
 
-def _first_at(chosen: Booleans, slot: Integers, num_slots: int) -> Integers:
-    """Return for each slot the index of its first chosen action, or MISSING."""
-    at = np.full(num_slots, MISSING, dtype=np.int64)
-    indices = np.flatnonzero(chosen)[::-1]  # where an index repeats, numpy keeps the last
-    at[slot[indices]] = indices
-    return at
+def _blocks(size: int) -> list[slice]:
+    return [slice(begin, min(begin + BLOCK, size)) for begin in range(0, size, BLOCK)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """Where everything stands that can be waited for, by stage and microbatch.
+
+    What has nothing to wait for looks up a place that holds NOTHING, so that no action is a
+    special case; ``m`` is the number of microbatches, G is B or I.
+
+        0         1 .. m          m + 1 ..          gradient ..      beyond .. + m
+        NOTHING   F of stage -1   F of all stages   G of all stages  G of stage num_stages
+                  NOTHING                                            NOTHING
+
+    Attributes:
+        at: The index of the first action of each place, NOTHING, or MISSING.
+        num_microbatches: As in the schedule.
+        gradient: Where the places of gradients begin.
+    """
+
+    at: Integers
+    num_microbatches: int
+    gradient: int
+
+    @classmethod
+    def of(cls, rows: Row, num_stages: int, num_microbatches: int) -> _Table:
+        forward = 1 + num_microbatches
+        gradient = forward + num_stages * num_microbatches
+        beyond = gradient + num_stages * num_microbatches
+        at = np.full(beyond + num_microbatches, MISSING, dtype=INDEX)
+        table = cls(at, num_microbatches, gradient)
+        # Backwards, so that the first of several is the last to be written.
+        for part in reversed(_blocks(len(rows))):
+            places = table.places(rows[part], F=forward, B=gradient, I=gradient)
+            at[places[::-1]] = np.arange(part.start, part.stop)[::-1]
+        at[:forward] = at[beyond:] = NOTHING
+        return table
+
+    def waits(self, rows: Row) -> Integers:
+        """Return what actions wait for, of another stage."""
+        before, after = 1, self.gradient + self.num_microbatches
+        return self.at[self.places(rows, F=before, B=after, I=after)]
+
+    def owed(self, rows: Row) -> Integers:
+        """Return what actions wait for, of their own stage."""
+        forward = 1 + self.num_microbatches
+        return self.at[self.places(rows, B=forward, I=forward, R=forward, W=self.gradient)]
+
+    def places(self, rows: Row, **begins: int) -> Integers:
+        """Return a place for each action, given where those of its kind begin; 0 unless given."""
+        begin = np.array([begins.get(letter, 0) for letter in LETTERS], dtype=np.int64)[
+            rows["kind"]
+        ]
+        slot = rows["stage"] * np.int64(self.num_microbatches) + rows["microbatch"]
+        return np.where(begin, begin + slot, 0)
