@@ -199,7 +199,7 @@ _ALL = (
         "recomputes what it did not keep",
         "consecutive",
         "(3p-4)F at most, B=2F",
-        "min(3(p-1-r), m)",
+        "1, and inputs",
     ),
     Family(
         "dualpipe",
