@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from stageline.capturing.streams.tracking import numbers_of
 from stageline.running.streams.calls import CallStreams, StageStreams
 from stageline.running.streams.candidates import Candidates
-from stageline.running.torch_private import run_backward
+from stageline.torch_private import run_backward
 
 
 @dataclass(frozen=True)

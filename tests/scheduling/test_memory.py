@@ -109,3 +109,10 @@ def test_a_part_is_no_more_than_the_whole(name: str) -> None:
     sizes = {"activation_bytes": [5, 4], name: 5}
     with pytest.raises(ScheduleError, match=message):
         simulate(gpipe(2, 2), Costs(**sizes))  # type: ignore[arg-type]  # names come as a parameter
+
+
+def test_i_may_hold_more_than_f() -> None:
+    """Of a stack of Linear, W needs every input and every output's gradient: twice what F kept."""
+    schedule = parse("0F0 0F1 0I0 0I1 0W0 0W1")
+    costs = Costs(activation_bytes=4, input_gradient_frees=-4)
+    assert simulate(schedule, costs).peak_bytes == (16,)

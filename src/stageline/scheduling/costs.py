@@ -48,7 +48,8 @@ class Costs:
         activation_bytes: What a stage keeps of one microbatch from F, or from R where it is
             recomputed, until the backward; its input included.
         input_bytes: The part of them that is the input; kept from F on, also where R follows.
-        input_gradient_frees: The part of them that I releases; W releases the rest, B all.
+        input_gradient_frees: The part of them that I releases; W releases the rest, B all. Less
+            than nothing where I keeps more gradients for W than it releases.
     """
 
     forward: PerStage = 1
@@ -190,6 +191,10 @@ def _pair(name: str, pair: object) -> tuple[int, int]:
     raise ScheduleError(f"costs: {name} of {pair!r}: name a pair of ranks, such as (0, 1)")
 
 
+# What I really holds back may be more than it releases: the gradients that W will need.
+_MAY_BE_NEGATIVE = "input_gradient_frees"
+
+
 def _clean(name: str, value: object) -> Number:
     """Return a plain Python number, so that numpy's cannot overflow or leak into results."""
     number: Number
@@ -201,7 +206,7 @@ def _clean(name: str, value: object) -> Number:
         number = float(value)
     else:
         raise ScheduleError(f"costs: {name} is {value!r}: give a finite number")
-    if number < 0:
+    if number < 0 and not name.startswith(_MAY_BE_NEGATIVE):
         raise ScheduleError(f"costs: {name} is {value}: give zero or more")
     return number
 
