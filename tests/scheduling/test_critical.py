@@ -5,11 +5,13 @@ from __future__ import annotations
 from fractions import Fraction
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stageline.scheduling import Costs, Schedule, parse, simulate
+from stageline.scheduling import Costs, Schedule, parse, schedules, simulate
 from stageline.scheduling.schedules import forward_only, gpipe, one_f_one_b
+from tests.scheduling.families import example
 from tests.scheduling.random_schedules import random_schedules
 
 
@@ -48,6 +50,18 @@ def test_the_path_adds_up_to_the_makespan(
         assert after.start == before.end + after.hop
         assert after.hop == (latency if before.rank != after.rank else 0)
         assert (after.why == "rank") == (before.rank == after.rank)
+    assert sum(step.end - step.start + step.hop for step in path) == simulation.T
+
+
+@pytest.mark.parametrize("pair", [None, 7])
+@pytest.mark.parametrize("name", schedules.NAMES)
+def test_the_path_of_every_family_adds_up(name: str, pair: int | None) -> None:
+    """A pair that waited for its backward's input was put down to its forward's: 9 units short."""
+    costs = Costs(3, input_gradient=4, weight_gradient=2, latency=5, pair=pair)
+    simulation = simulate(example(name, num_ranks=4, num_microbatches=8), costs)
+    path = simulation.critical_path
+    assert path[0].start == 0
+    assert all(after.start == before.end + after.hop for before, after in pairwise(path))
     assert sum(step.end - step.start + step.hop for step in path) == simulation.T
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from stageline.errors import ScheduleError
 from stageline.scheduling import Costs, Schedule, parse, simulate
-from stageline.scheduling.schedules import gpipe, one_f_one_b
+from stageline.scheduling.schedules import chimera, gpipe, one_f_one_b
 from tests.scheduling.zero_bubble import zb_h1, zb_v
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -69,6 +69,13 @@ def test_title_ranks_legend_axis_and_figures() -> None:
 def test_kinds_and_stages_have_colors_of_their_own() -> None:
     found = boxes(drawing(zb_v(1, 1)))
     assert len({box["fill"] for box in found.values()}) == 6
+
+
+def test_the_stages_of_two_copies_of_the_model_are_told_apart() -> None:
+    picture = drawing(chimera(4, 4))
+    fills = {box["fill"] for tip, box in boxes(picture).items() if "F" in tip}
+    assert len(fills) == 2, "every rank holds a stage of either copy"
+    assert "critical path   (lighter: a later stage of the rank)" in texts(picture)
 
 
 def test_the_critical_path_is_outlined() -> None:

@@ -77,20 +77,21 @@ def critical_path(times: Times) -> tuple[CriticalStep, ...]:
 def _step(times: Times, index: int) -> tuple[CriticalStep, int]:
     """Return one step, and the action before it on the path or -1."""
     work, unit = times.work, times.unit
-    free, arrival = times.free(index), times.arrival(index)
+    free = times.free(index)
+    arrival, user = times.arrival(index)
     kind, stage, microbatch, _ = work.rows[index].tolist()
     rank, action = int(work.ranks[index]), Action(stage, Kind(kind), microbatch)
     start, end = unit.number(max(free, arrival)), unit.number(times.end[index])
     if arrival > free:
-        maker = int(work.waits[index])
-        hop = unit.number(times.lag[index])
-        return CriticalStep(rank, action, start, end, "edge", _edge(work, maker, stage), hop), maker
+        maker = int(work.waits[user])
+        hop = unit.number(times.lag[user])
+        return CriticalStep(rank, action, start, end, "edge", _edge(work, maker, user), hop), maker
     if free > 0:
         return CriticalStep(rank, action, start, end, "rank"), index - 1
     return CriticalStep(rank, action, start, end, "start"), -1
 
 
-def _edge(work: Work, maker: int, stage: int) -> str:
+def _edge(work: Work, maker: int, user: int) -> str:
     kind, source, microbatch, _ = work.rows[maker].tolist()
     letter = "F" if kind == Kind.FORWARD else "B"
-    return f"{source}->{stage} {letter}{microbatch}"
+    return f"{source}->{work.rows['stage'][user]} {letter}{microbatch}"

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
+import numpy as np
+
 from stageline.errors import ScheduleError
 from stageline.scheduling.action import Kind
 from stageline.scheduling.costs import number_text
@@ -109,11 +111,11 @@ def _lanes(simulation: Simulation, sheet: _Sheet) -> Iterator[str]:
         y = TOP + rank * ROW
         yield _text(MARGIN - 8, y + 15, f"rank {rank}", anchor="end")
         yield f'<rect x="{MARGIN}" y="{y}" width="{sheet.width}" height="{BOX}" fill="{LANE}"/>'
-        stages = simulation.schedule.stages_of(rank)
+        line = simulation.timeline(rank)
+        stages = sorted({at.action.stage for at in line})
         # The critical path comes last: its dark edges then lie on top.
-        for at in sorted(simulation.timeline(rank), key=lambda at: at.action in critical):
-            order = stages.index(at.action.stage) if at.action.stage in stages else 0
-            shade = order / max(len(stages), 1)
+        for at in sorted(line, key=lambda at: at.action in critical):
+            shade = stages.index(at.action.stage) / len(stages)
             yield _box(at, y, sheet, shade=shade, is_critical=at.action in critical)
 
 
@@ -170,7 +172,7 @@ def _legend(simulation: Simulation) -> Iterator[str]:
         x += 42 + 7 * len(WORDS[kind])
     yield f'<rect x="{x:.0f}" y="36" width="14" height="14" fill="#fff" stroke="{INK}"/>'
     words = "critical path"
-    if len(set(simulation.schedule.placement)) < simulation.schedule.num_stages:
+    if any(len(np.unique(row["stage"])) > 1 for row in simulation.schedule.arrays):
         words += "   (lighter: a later stage of the rank)"
     yield _text(x + 19, 47, words)
 

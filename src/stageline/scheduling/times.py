@@ -65,13 +65,12 @@ class Times:
         before[firsts[firsts < len(before)]] = NOTHING
         starts: Ticks = np.maximum(end[before], end[self.work.waits] + self.lag[:])
         for index in self.work.gates:
-            starts[index] = max(starts[index], self.arrival(index))
+            starts[index] = max(starts[index], self.arrival(index)[0])
         return starts
 
     def start_of(self, index: int) -> int | float:
         """Return when one action starts, without computing all of them."""
-        starts: int | float = max(self.free(index), self.arrival(index))
-        return starts
+        return max(self.free(index), self.arrival(index)[0])
 
     def free(self, index: int) -> int | float:
         """Return when the rank has ended what it does before an action."""
@@ -79,13 +78,18 @@ class Times:
         free: int | float = 0 if is_first else self.end[index - 1]
         return free
 
-    def arrival(self, index: int) -> int | float:
-        """Return when what an action waits for has come."""
+    def arrival(self, index: int) -> tuple[int | float, int]:
+        """Return when what an action waits for has come, and the action that it is for.
+
+        That is the action itself, but for the forward of a pair: it also waits for the input of
+        its backward, and so for the later of two.
+        """
+        halves = (index, index + 1) if index in self.work.gates else (index,)
+        return max((self._arrival(half), half) for half in halves)
+
+    def _arrival(self, index: int) -> int | float:
         wanted = self.work.waits[index]
         arrival: int | float = 0 if wanted == NOTHING else self.end[wanted] + self.lag[index]
-        gate = self.work.gates.get(index)
-        if gate is not None:  # the forward of a pair waits for its backward's input, too
-            arrival = max(arrival, self.end[gate] + self.lag[index + 1])
         return arrival
 
     @cached_property
