@@ -45,7 +45,9 @@ class _Ranks:
         done, waits, gates = self._done, self._waits, self._gates
         begin, end = self.position[rank], self._ends[rank]
         index = begin
-        while index < end and done[waits[index]] and done[gates.get(index, NOTHING)]:
+        while index < end and done[waits[index]]:
+            if gates and not done[gates.get(index, NOTHING)]:
+                break
             done[index] = True
             index += 1
         self.position[rank] = index
@@ -57,10 +59,10 @@ class _Ranks:
     def wanted(self, rank: int) -> int:
         """Return what the rank waits for, NOTHING if it can go on."""
         index = self.position[rank]
-        for owed in (self._waits[index], self._gates.get(index, NOTHING)):
-            if not self._done[owed]:
-                return owed
-        return NOTHING
+        owed = self._waits[index]
+        if self._done[owed] and self._gates:
+            owed = self._gates.get(index, NOTHING)
+        return NOTHING if self._done[owed] else owed
 
 
 def walk(work: Work) -> Walk:
