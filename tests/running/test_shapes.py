@@ -104,7 +104,7 @@ def _long_run(num_ranks: int, transport: Any) -> tuple[list[int], bool, int]:
     return watched.seen, torch.equal(result, 2 * (x + 1)), slabs[0]
 
 
-@pytest.mark.parametrize("transport", THREADED)
+@pytest.mark.parametrize("transport", ["memory", pytest.param("ordered", marks=pytest.mark.slow)])
 def test_10000_microbatches_hold_a_constant_number_of_packets_on_threads(transport: str) -> None:
     seen, right, _ = _long_run(3, THREADED[transport]())
     assert right
@@ -118,7 +118,9 @@ def _long_run_on(rank: int, transport: str) -> tuple[list[int], bool, int]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("transport", PROCESSES)
+@pytest.mark.parametrize(
+    "transport", ["shared-memory", pytest.param("process-group", marks=pytest.mark.slow)]
+)
 def test_10000_microbatches_hold_a_constant_number_of_packets_between_processes(
     transport: str, two_ranks: RankPool
 ) -> None:

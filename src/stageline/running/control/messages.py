@@ -131,7 +131,7 @@ class Connection:
             if not 0 <= num_files <= len(self._files):
                 raise Unreadable(
                     f"{num_files} files were announced, {len(self._files)} came: this process may "
-                    "have too many open"
+                    "have too many open files"
                 )
             del self._bytes[:end]
             messages.append((message, [self._files.popleft() for _ in range(num_files)]))
