@@ -77,8 +77,6 @@ def plain_step(
         batch_dims=batch_dims,
     )
     rule = LossRule(loss_fn, loss_reduction)
-    total: Tensor | float = 0.0
-    outputs = []
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads or before)
     try:
@@ -89,23 +87,33 @@ def plain_step(
             streams = _streams(model, loss_fn, step)
             if streams.stages or streams.loss_draws:
                 stack.enter_context(streams.installed())
-            for index in range(batch.count):
-                part = batch.part(index)
-                with streams.forward(0, index):
-                    output = model(*part.args, **part.kwargs)
-                with streams.loss(index):
-                    loss = rule.loss(output, part.target)
-                weight = rule.weight(batch, index)
-                if weight:  # what weighs nothing has no say: 0 * nan would be nan
-                    loss = loss * weight
-                    # Not loss.backward(), which would leave the streams.
-                    with autocast_suspended(autocast_devices()), streams.backward(0, index):
-                        run_backward([loss], [torch.ones_like(loss)])
-                    total = total + loss.detach()
-                outputs.append(output)
+            total, outputs = _loop(model, batch, rule, streams)
     finally:
         torch.set_num_threads(before)
     return PlainResult(torch.as_tensor(total), merge_outputs(outputs, batch.sizes, batch_dims))
+
+
+def _loop(
+    model: nn.Module, batch: Microbatches, rule: LossRule, streams: CallStreams
+) -> tuple[Tensor | float, list[Any]]:
+    """Run the microbatches one after the other; return the loss of the batch and all outputs."""
+    total: Tensor | float = 0.0
+    outputs = []
+    for index in range(batch.count):
+        part = batch.part(index)
+        with streams.forward(0, index):
+            output = model(*part.args, **part.kwargs)
+        with streams.loss(index):
+            loss = rule.loss(output, part.target)
+        weight = rule.weight(batch, index)
+        if weight:  # what weighs nothing has no say: 0 * nan would be nan
+            loss = loss * weight
+            # Not loss.backward(), which would leave the streams.
+            with autocast_suspended(autocast_devices()), streams.backward(0, index):
+                run_backward([loss], [torch.ones_like(loss)])
+            total = total + loss.detach()
+        outputs.append(output)
+    return total, outputs
 
 
 def _streams(model: nn.Module, loss_fn: LossFunction | None, step: int) -> CallStreams:
