@@ -26,8 +26,6 @@ from stageline.running.transports.base import Aborted, ProcessTransport
 from stageline.running.transports.process_group import ProcessGroupTransport
 from stageline.running.transports.shared_memory import SharedMemoryTransport, can_share_memory
 
-_SHARED = "shared memory"
-
 
 class Builders:
     """The ranks that build one pipeline; alone in a process of its own, there is nothing to agree.

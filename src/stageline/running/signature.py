@@ -16,7 +16,7 @@ from stageline.running.control.agreement import CONTENTS, LEAVES, ROWS, SEED, ST
 from stageline.running.microbatches import Microbatches
 
 _ALWAYS, _EVERY = 3, 50  # the first calls, then one in so many
-_SAMPLE = 1024  # values of a leaf that are compared
+_SAMPLE = 1024  # values of a tensor that are compared
 _SHOWN = 3
 _MADE_UP = 1 << 32
 
@@ -53,14 +53,21 @@ def _content(leaf: Tensor) -> str:
     """Return the first values of a leaf and a checksum over a sample of all."""
     if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_meta or not leaf.numel():
         return "not compared"
-    flat = leaf.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _SAMPLE)].cpu().contiguous()
-    shown = ", ".join(f"{value:.6g}" for value in flat[:_SHOWN].tolist() if not _is_complex(value))
-    return f"[{shown}, ...] (checksum {crc32(some.view(torch.uint8).numpy().tobytes()):08x})"
+    first = leaf.detach().reshape(-1)[:_SHOWN].tolist()
+    shown = ", ".join(f"{value:.6g}" for value in first)
+    return f"[{shown}, ...] (checksum {checksum(leaf):08x})"
 
 
-def _is_complex(value: Any) -> bool:
-    return isinstance(value, complex)
+def checksum(tensor: Tensor) -> int:
+    """Return a checksum over a sample of a tensor's values.
+
+    Example:
+        >>> checksum(torch.zeros(3)) == checksum(torch.zeros(3)), checksum(torch.ones(3)) == 0
+        (True, False)
+    """
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // _SAMPLE)].cpu().resolve_conj().resolve_neg()
+    return crc32(some.contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def number_to_json(number: Tensor) -> list[Any]:

@@ -11,16 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from zlib import crc32
 
-import torch
 from torch import Tensor, nn
 
 from stageline.errors import PeerError
 from stageline.running.boundary import Packet
 from stageline.running.runner import Runner
-
-_SAMPLE = 1024  # values of a tied parameter that processes compare in every step
+from stageline.running.signature import checksum
 
 
 @dataclass(frozen=True)
@@ -122,12 +119,10 @@ def _part(parameter: nn.Parameter) -> tuple[Any, int]:
 
     Copies that began from different seeds, or drifted apart, differ in most of their values.
     """
-    flat = parameter.detach().reshape(-1)
-    some = flat[:: max(1, flat.numel() // _SAMPLE)].cpu().contiguous()
     gradient = parameter.grad
     if gradient is not None and gradient.is_sparse:  # which cannot travel
         gradient = gradient.to_dense()
-    return gradient, crc32(some.view(torch.uint8).numpy().tobytes())
+    return gradient, checksum(parameter)
 
 
 def _differing(tied: Tied) -> str:

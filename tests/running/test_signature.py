@@ -1,0 +1,45 @@
+"""What a rank tells of its batch, whatever that is made of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from stageline.running.control.agreement import CONTENTS
+from stageline.running.microbatches import Microbatches
+from stageline.running.signature import facts_of
+
+X = torch.arange(4.0).reshape(2, 2)
+LEAVES = {
+    "a conjugate, which has no bytes of its own": torch.complex(X, X).conj(),
+    "truth values": X > 1,
+    "bfloat16": X.bfloat16(),
+    "transposed": X.t(),
+    "empty": X[:, :0],
+    "whole numbers": X.long(),
+}
+
+
+def told(*leaves: Tensor, call: int = 0) -> dict[str, str]:
+    batch = Microbatches(leaves, {}, None, num_microbatches=2)
+    contents: dict[str, str] = facts_of(batch, call=call, step=0).get(CONTENTS, {})
+    return contents
+
+
+@pytest.mark.parametrize("what", LEAVES)
+def test_any_leaf_can_be_told(what: str) -> None:
+    assert told(X, LEAVES[what]) == told(X.clone(), LEAVES[what].clone())
+
+
+def test_another_value_is_told_otherwise() -> None:
+    """Also where the values that are shown are the same."""
+    long = torch.zeros(8, 100)
+    changed = long.clone()
+    changed[7, 99] = 1
+    assert told(long)["args[0]"].startswith("[0, 0, 0, ...] (checksum ")
+    assert told(long) != told(changed)
+
+
+def test_values_are_told_in_the_first_calls_and_then_now_and_then() -> None:
+    assert [call for call in range(120) if told(X, call=call)] == [0, 1, 2, 3, 50, 100]
