@@ -2,6 +2,7 @@
 
 balance.py   the cuts that make the largest stage as small as possible
 splits.py    what the user said about cuts, read and checked
+costs.py     what blocks cost, measured or estimated
 plan.py      stages and their ranks, as a table a person can read
 """
 

@@ -1,0 +1,225 @@
+"""What the blocks of a model cost, as measured or as estimated: what balance and planning go by.
+
+    block        0          1          2
+    behind it        |0         |1         (nothing)      what crosses if a cut lies there
+
+Times are whole nanoseconds of one microbatch, so that every figure made of them is exact.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+from stageline.errors import ConfigError
+from stageline.partitioning.amounts import show_bytes
+from stageline.scheduling import Costs
+from stageline.wording import aligned
+
+_FORMAT = "stageline costs"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """What one block costs for one microbatch; also what several in a row cost together.
+
+    Attributes:
+        name: What lies in it, for people: ``layers.3``.
+        forward: Nanoseconds of F.
+        input_gradient: Of I.
+        weight_gradient: Of W.
+        backward: Of B, which may be less than I and W together.
+        input_bytes: What comes in and is kept for the backward.
+        activation_bytes: What is kept after F, beside the input.
+        input_gradient_frees: The part of both that I releases; W releases the rest. Negative where
+            W needs more gradients than I releases.
+        parameters: How many numbers it trains or keeps.
+        parameter_bytes: Their bytes.
+        output_bytes: What crosses a cut behind it; 0 behind the last block.
+    """
+
+    name: str
+    forward: int
+    input_gradient: int
+    weight_gradient: int
+    backward: int
+    input_bytes: int
+    activation_bytes: int
+    input_gradient_frees: int
+    parameters: int
+    parameter_bytes: int
+    output_bytes: int
+
+    @property
+    def time(self) -> int:
+        """Nanoseconds of F and B."""
+        return self.forward + self.backward
+
+
+_ADDED = tuple(
+    each.name
+    for each in fields(BlockCosts)
+    if each.name not in ("name", "input_bytes", "output_bytes")
+)
+_SCALED = (*(name for name in _ADDED if not name.startswith("parameter")), "input_bytes")
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """What every block of a model costs, for microbatches of so many rows.
+
+    Example:
+        >>> block = BlockCosts("layer", 10, 10, 10, 20, 8, 32, 16, 5, 20, 8)
+        >>> costs = ModelCosts((block,) * 3, rows=4, origin="by hand")
+        >>> costs.simulated([2, 1]).forward
+        (20, 10)
+
+    Attributes:
+        blocks: In forward order, as ``graph.cuts`` separate them.
+        rows: The size of the microbatch.
+        origin: Where the figures come from, for people.
+        others: The same model with other numbers of rows.
+    """
+
+    blocks: tuple[BlockCosts, ...]
+    rows: int
+    origin: str
+    others: tuple[ModelCosts, ...] = ()
+
+    def stages(self, sizes: Sequence[int]) -> tuple[BlockCosts, ...]:
+        """Return what stages of so many blocks cost.
+
+        A stage keeps the input of its first block; those of the others are outputs that the block
+        before keeps, or nobody.
+        """
+        if sum(sizes) != len(self.blocks) or min(sizes, default=0) < 1:
+            raise ValueError(f"{len(self.blocks)} blocks cannot make stages of {list(sizes)}")
+        return tuple(_joined(self.blocks[a:b]) for a, b in pairwise([0, *accumulate(sizes)]))
+
+    def simulated(self, sizes: Sequence[int], **hops: Any) -> Costs:
+        """Return what ``sl.simulate`` is told of stages of so many blocks.
+
+        Args:
+            sizes: How many blocks each stage has.
+            hops: ``latency`` (nanoseconds) and ``bandwidth`` (bytes per nanosecond) between ranks.
+        """
+        stages = self.stages(sizes)
+        return Costs(
+            forward=[stage.forward for stage in stages],
+            backward=[stage.backward for stage in stages],
+            input_gradient=[stage.input_gradient for stage in stages],
+            weight_gradient=[stage.weight_gradient for stage in stages],
+            activation_bytes=[stage.input_bytes + stage.activation_bytes for stage in stages],
+            input_bytes=[stage.input_bytes for stage in stages],
+            input_gradient_frees=[stage.input_gradient_frees for stage in stages],
+            edge_bytes=[stage.output_bytes for stage in stages[:-1]] or 0,
+            **hops,
+        )
+
+    def at(self, rows: int) -> ModelCosts:
+        """Return the costs of microbatches of another size.
+
+        On a line through the two nearest sizes that are known; if only one is, in proportion.
+
+        Example:
+            >>> block = BlockCosts("layer", 10, 10, 10, 20, 8, 32, 16, 5, 20, 8)
+            >>> ModelCosts((block,), rows=4, origin="by hand").at(8).blocks[0].forward
+            20
+        """
+        known = {each.rows: each for each in (*self.others, self)}
+        if rows in known:
+            return replace(known[rows], others=())
+        nearest = sorted(known, key=lambda size: (abs(size - rows), size))[:2]
+        low = min(nearest)
+        high = max(nearest) if len(nearest) == 2 else 0
+        blocks = tuple(
+            _between(a, b, low, high, rows)
+            for a, b in zip(
+                known[low].blocks,
+                known[high].blocks if high else (None,) * len(self.blocks),
+                strict=True,
+            )
+        )
+        return ModelCosts(blocks, rows, f"{self.origin}, from {low}{_and(high)} rows")
+
+    def table(self) -> str:
+        """Return the blocks as a table."""
+        each = self.blocks
+        columns = {
+            "block": [str(index) for index in range(len(each))],
+            "F ms": [_milliseconds(block.forward) for block in each],
+            "I ms": [_milliseconds(block.input_gradient) for block in each],
+            "W ms": [_milliseconds(block.weight_gradient) for block in each],
+            "B ms": [_milliseconds(block.backward) for block in each],
+            "kept": [show_bytes(block.input_bytes + block.activation_bytes) for block in each],
+            "I frees": [_signed_bytes(block.input_gradient_frees) for block in each],
+            "parameters": [f"{block.parameters:,}" for block in each],
+            "sends": [show_bytes(block.output_bytes) for block in each],
+            "name": [block.name for block in each],
+        }
+        return f"{aligned(columns, left=['name'])}\n{self.rows} rows; {self.origin}"
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def to_json(self) -> str:
+        """Return the costs as text that ``from_json`` reads."""
+        return json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelCosts:
+        """Read what ``to_json`` wrote."""
+        try:
+            entries = json.loads(text)
+            if (entries.pop("format"), entries.pop("version")) != (_FORMAT, _VERSION):
+                raise ValueError("another format or version")
+            return _read(entries)
+        except (ValueError, TypeError, KeyError, AttributeError) as cause:
+            wanted = f"wanted what ModelCosts.to_json wrote, version {_VERSION} ({cause})"
+            raise ConfigError("ModelCosts.from_json", [wanted]) from cause
+
+
+def _joined(blocks: Sequence[BlockCosts]) -> BlockCosts:
+    sums = {name: sum(getattr(block, name) for block in blocks) for name in _ADDED}
+    first, last = blocks[0], blocks[-1]
+    name = first.name if len(blocks) == 1 else f"{first.name} .. {last.name}"
+    return BlockCosts(
+        name=name, input_bytes=first.input_bytes, output_bytes=last.output_bytes, **sums
+    )
+
+
+def _between(a: BlockCosts, b: BlockCosts | None, low: int, high: int, rows: int) -> BlockCosts:
+    """Return a block at another size: on the line through two, or in proportion to one."""
+
+    def scaled(name: str) -> int:
+        first: int = getattr(a, name)
+        if b is None:
+            return round(first * rows / low)
+        second: int = getattr(b, name)
+        value = first + (second - first) * (rows - low) / (high - low)
+        return round(value if name == "input_gradient_frees" else max(value, 0))
+
+    sizes: dict[str, Any] = {name: scaled(name) for name in (*_SCALED, "output_bytes")}
+    return replace(a, **sizes)
+
+
+def _and(high: int) -> str:
+    return f" and {high}" if high else ""
+
+
+def _read(entries: dict[str, Any]) -> ModelCosts:
+    blocks = tuple(BlockCosts(**block) for block in entries.pop("blocks"))
+    others = tuple(_read(other) for other in entries.pop("others"))
+    return ModelCosts(blocks=blocks, others=others, **entries)
+
+
+def _milliseconds(nanoseconds: int) -> str:
+    return f"{nanoseconds / 1e6:.3f}"
+
+
+def _signed_bytes(count: int) -> str:
+    return show_bytes(count) if count >= 0 else f"-{show_bytes(-count)}"
