@@ -72,7 +72,9 @@ class Pipeline:
         plan: A plan of ``sl.partition``, instead of the model, the example and the split.
         num_microbatches: How many microbatches a batch is cut into; 4 per rank if left out. A
             batch with fewer rows is cut into single rows.
-        schedule: ``"1f1b"``, ``"gpipe"``, ``"sequential"``, a ``Schedule``, or one in text form.
+        schedule: A name, such as ``"1f1b"`` (``sl.schedules.NAMES``), a ``Schedule``, or one in
+            text form. ``"auto"`` searches for one with the estimated times of the stages that
+            holds as many activations as 1F1B.
         loss_fn: ``(output, target) -> scalar``; None when the model returns its own loss.
         loss_reduction: ``"mean"``, ``"sum"``, or ``(microbatch, batch) -> weight``.
         ranks: How many ranks; one per stage if left out, under torchrun the number of processes.
