@@ -28,6 +28,7 @@ from stageline.errors import (
 from stageline.partitioning import Plan
 from stageline.partitioning.partition import partition
 from stageline.pipeline import Pipeline
+from stageline.planning import find_schedule
 from stageline.running.events import ActionDone
 from stageline.running.merging import PerMicrobatch
 from stageline.running.microbatches import Batch, replicate
@@ -62,6 +63,7 @@ __all__ = [
     "StepResult",
     "begin_block",
     "capture",
+    "find_schedule",
     "layer_list",
     "parse",
     "partition",
