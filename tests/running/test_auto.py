@@ -47,7 +47,7 @@ def test_gradients_are_those_of_the_plain_model(num_stages: int, ranks: int, row
 
 def test_the_times_of_the_stages_make_the_schedule() -> None:
     """Of a Sequential, parameters are the estimate; a rank holds what 1F1B does on its first."""
-    model = model_of([2, 64, 8, 30])
+    model = model_of([30, 50, 20, 40])
     pipe = sl.Pipeline(model, split=[1, 1, 1, 1], num_microbatches=8, schedule="auto")
     times = [sum(each.numel() for each in layer.parameters()) for layer in model]
     costs = sl.Costs(forward=times, input_gradient=times, weight_gradient=times)
@@ -55,7 +55,7 @@ def test_the_times_of_the_stages_make_the_schedule() -> None:
     assert max(simulation.peak) <= 4
     known = sl.find_schedule(4, 8, costs, memory_limit=4).candidates
     best = min(each.T for each in known if each.fits and each.name != "search")
-    assert simulation.T < best
+    assert best > simulation.T
 
 
 def test_stages_of_ones_own_count_as_equal() -> None:
