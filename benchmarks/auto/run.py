@@ -1,4 +1,4 @@
-"""How good is a schedule that was searched for, and how long does the search take? See README.md."""
+"""How good are schedules that were searched for, and how long does it take? See README.md."""
 
 from __future__ import annotations
 
