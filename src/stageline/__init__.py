@@ -25,7 +25,9 @@ from stageline.errors import (
     StateError,
     StepError,
 )
+from stageline.observing.measuring import measure_costs
 from stageline.partitioning import Plan
+from stageline.partitioning.costs import BlockCosts, ModelCosts
 from stageline.partitioning.partition import partition
 from stageline.pipeline import Pipeline
 from stageline.running.events import ActionDone
@@ -41,6 +43,7 @@ __all__ = [
     "Batch",
     "BatchError",
     "Block",
+    "BlockCosts",
     "CaptureError",
     "ConfigError",
     "Costs",
@@ -48,6 +51,7 @@ __all__ = [
     "EdgeError",
     "Graph",
     "GuardError",
+    "ModelCosts",
     "PeerError",
     "PerMicrobatch",
     "PipeError",
@@ -63,6 +67,7 @@ __all__ = [
     "begin_block",
     "capture",
     "layer_list",
+    "measure_costs",
     "parse",
     "partition",
     "remove_blocks",

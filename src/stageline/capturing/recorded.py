@@ -126,6 +126,11 @@ class Graph(Cuttable):
     def model(self) -> nn.Module:
         return self._names.model
 
+    @property
+    def example(self) -> Arguments:
+        """The arguments it was recorded with."""
+        return self._arguments
+
     def __repr__(self) -> str:
         blocks = len(self.cuts) + 1
         return f"Graph of {type(self.model).__name__}: {self.num_nodes} nodes, {blocks} blocks"
