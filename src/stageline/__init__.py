@@ -28,8 +28,10 @@ from stageline.errors import (
 from stageline.observing.measuring import measure_costs
 from stageline.partitioning import Plan
 from stageline.partitioning.costs import BlockCosts, ModelCosts
+from stageline.partitioning.device import Device, Link
 from stageline.partitioning.partition import partition
 from stageline.pipeline import Pipeline
+from stageline.planning.estimating import estimate_costs
 from stageline.running.events import ActionDone
 from stageline.running.merging import PerMicrobatch
 from stageline.running.microbatches import Batch, replicate
@@ -48,9 +50,11 @@ __all__ = [
     "ConfigError",
     "Costs",
     "CutPoint",
+    "Device",
     "EdgeError",
     "Graph",
     "GuardError",
+    "Link",
     "ModelCosts",
     "PeerError",
     "PerMicrobatch",
@@ -66,6 +70,7 @@ __all__ = [
     "StepResult",
     "begin_block",
     "capture",
+    "estimate_costs",
     "layer_list",
     "measure_costs",
     "parse",

@@ -186,6 +186,12 @@ class Graph(Cuttable):
             activation_bytes=sum(reading.made for reading in readings),
         )
 
+    def work(self, begin: int, end: int) -> tuple[int, int]:
+        """Return the operations and the bytes moved of some nodes, forward, for the example."""
+        nodes = self.recording.nodes[begin:end]
+        readings = [node.meta["reading"] for node in nodes if node.meta.get("reading")]
+        return sum(r.flops for r in readings), sum(r.moved for r in readings)
+
     def _tensors(self, begin: int, end: int) -> dict[str, Tensor]:
         """Return the parameters that some nodes use, by name."""
         found: dict[str, Tensor] = {}

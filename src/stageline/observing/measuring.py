@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from stageline.capturing.inputs import Arguments
 from stageline.capturing.recorded import Graph
 from stageline.errors import ConfigError
 from stageline.observing.bench import Bench, Neighbours
 from stageline.observing.progress import Progress
 from stageline.partitioning.costs import ModelCosts
+from stageline.partitioning.rows import is_count, read_rows
 from stageline.running.loss import LossFunction
 from stageline.running.materialising import is_abstract
 
@@ -60,10 +60,10 @@ def measure_costs(
         target: What the loss is given for the rows of the example.
         progress: Whether to show a bar; if left out, on a terminal when it takes a while.
     """
-    faults = _faults(graph, rows, repeats, busy, beside)
-    if faults:
-        raise ConfigError("sl.measure_costs", faults)
-    sizes = _sizes(graph.example, rows)
+    faults = _faults(graph, repeats, busy, beside)
+    sizes, more = read_rows(rows, graph.example) if isinstance(graph, Graph) else ([], [])
+    if faults or more:
+        raise ConfigError("sl.measure_costs", [*faults, *more])
     count = _default_busy(len(graph.cuts) + 1) if busy is None else busy
     neighbours = Neighbours(count, _num_cores(), alone=beside == "processes")
     bench = Bench(graph, loss_fn, target)
@@ -72,43 +72,21 @@ def measure_costs(
     return replace(found[0], others=tuple(found[1:]))
 
 
-def _faults(
-    graph: object, rows: object, repeats: object, busy: object, beside: object
-) -> list[str]:
+def _faults(graph: object, repeats: object, busy: object, beside: object) -> list[str]:
+    faults = []
     if not isinstance(graph, Graph):
         got = type(graph).__name__
-        return [f"graph: wanted what sl.capture(model, args) returns, got {got}"]
-    faults = [
+        faults.append(f"graph: wanted what sl.capture(model, args) returns, got {got}")
+    elif is_abstract([graph.model]):
+        faults.append("graph: the model is on meta, so nothing can be run: use sl.estimate_costs")
+    faults += [
         f"{name}={value!r}: wanted a whole number of at least 1"
         for name, value in (("repeats", repeats), ("busy", busy))
-        if not _is_count(value) and (name, value) != ("busy", None)
+        if not is_count(value) and (name, value) != ("busy", None)
     ]
-    sizes = [rows] if rows is None or isinstance(rows, int) else rows
-    if not isinstance(sizes, Sequence) or not _are_sizes(sizes):
-        faults.append(f"rows={rows!r}: wanted a size of microbatches, or different ones")
-    if graph.example.rows is None:
-        faults.append("graph: its example has no tensor with rows: capture it with a batch")
     if beside not in get_args(Beside):
         faults.append(f"beside={beside!r}: wanted 'threads' or 'processes'")
-    if is_abstract([graph.model]):
-        faults.append("graph: the model is on meta, so nothing can be run: use sl.estimate_costs")
     return faults
-
-
-def _are_sizes(sizes: Sequence[object]) -> bool:
-    different = len(sizes) > 0 and len(set(sizes)) == len(sizes)
-    return different and (all(map(_is_count, sizes)) or list(sizes) == [None])
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _sizes(example: Arguments, rows: int | Sequence[int] | None) -> list[int]:
-    if rows is None:
-        assert example.rows is not None
-        return [example.rows]
-    return [rows] if isinstance(rows, int) else list(rows)
 
 
 def _default_busy(num_blocks: int) -> int:

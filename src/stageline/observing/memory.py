@@ -8,19 +8,19 @@ after I than before, a Transformer layer a little less. The simulator has to be 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from stageline.capturing.alive import Alive
 from stageline.running.boundary import Packet, enter, leave
 from stageline.running.split.deferred import Deferred
 from stageline.running.split.mode import Splitting, splittable_parameters
-from stageline.torch_private import TorchDispatchMode, run_backward, tree_flatten
+from stageline.torch_private import run_backward
 
 _MIB = 2**20
 
@@ -104,38 +104,6 @@ def costs_of(memories: Iterable[StageMemory]) -> dict[str, list[int]]:
     }
 
 
-class _Alive(TorchDispatchMode):
-    """Sees all memory that operations make, and tells how much of it is alive."""
-
-    def __init__(self, *known: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._look(known)
-
-    def _look(self, tensors: Iterable[Any]) -> None:
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                ref = StorageWeakRef(storage)
-                self._seen[ref.cdata] = (ref, storage.nbytes())
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._look(tree_flatten(result)[0])
-        return result
-
-    def count(self, but: Iterable[Tensor | None]) -> int:
-        """Return the bytes that are alive, without those of some tensors."""
-        others = {StorageWeakRef(t.untyped_storage()).cdata for t in but if t is not None}
-        return sum(
-            size
-            for cdata, (ref, size) in self._seen.items()
-            if cdata not in others and not ref.expired()
-        )
-
-
 def measure_call(
     stage: nn.Module, call: Callable[[Any], Any], given: Packet | None
 ) -> tuple[StageMemory, Packet]:
@@ -149,15 +117,15 @@ def measure_call(
     coming = Packet([None], None, (False,)) if given is None else _copied(given)
     arrived = [x for x in coming.leaves if isinstance(x, Tensor)]
     state = [*stage.parameters(), *stage.buffers()]
-    inputs = _Alive(*arrived)
+    inputs = Alive(*arrived)
     deferred = Deferred()
-    with torch.enable_grad(), _Alive(*arrived) as alive:
+    with torch.enable_grad(), Alive(*arrived) as alive:
         del arrived
         packet, roots, slot = _forward(stage, call, coming, deferred)
         del coming
         kept = _copied(packet)
         own = [x for x in kept.leaves if isinstance(x, Tensor)]
-        outputs = _Alive(*(x for x in packet.leaves if isinstance(x, Tensor)))
+        outputs = Alive(*(x for x in packet.leaves if isinstance(x, Tensor)))
         del packet
         after_forward, input_bytes = alive.count([*state, *own]), inputs.count(state)
         output_bytes = outputs.count(state)
