@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stageline.partitioning.blocks import Blocks
 from stageline.partitioning.device import Device, Link
@@ -39,6 +39,11 @@ class Budget:
     schedule: str | Schedule | None = None
     num_microbatches: int | None = None
     device: Device | None = None
+    # What was built or counted for a number of stages: a large schedule takes its time.
+    _built: dict[int, Schedule] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _held: dict[int, list[tuple[Holding, ...]]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def built(self, num_stages: int) -> Schedule | None:
         """Return the schedule for so many stages; None if there is none in particular.
@@ -48,9 +53,12 @@ class Budget:
         """
         if self.schedule is None or isinstance(self.schedule, Schedule):
             return self.schedule
-        ranks = self.num_ranks or schedules.family(self.schedule).num_ranks(num_stages)
-        count = self.num_microbatches or _MICROBATCHES_PER_RANK * ranks
-        return schedules.build(self.schedule, num_stages, count, num_ranks=self.num_ranks)
+        if num_stages not in self._built:
+            ranks = self.num_ranks or schedules.family(self.schedule).num_ranks(num_stages)
+            count = self.num_microbatches or _MICROBATCHES_PER_RANK * ranks
+            built = schedules.build(self.schedule, num_stages, count, num_ranks=self.num_ranks)
+            self._built[num_stages] = built
+        return self._built[num_stages]
 
     def placement(self, num_stages: int) -> tuple[int, ...]:
         """Return the rank of each stage."""
@@ -67,8 +75,11 @@ class Budget:
 
     def holdings(self, num_stages: int) -> list[tuple[Holding, ...]]:
         """Return what each stage holds at most."""
-        schedule = self.built(num_stages)
-        return holdings_of_1f1b(num_stages) if schedule is None else holdings_of(schedule)
+        if num_stages not in self._held:
+            schedule = self.built(num_stages)
+            found = holdings_of_1f1b(num_stages) if schedule is None else holdings_of(schedule)
+            self._held[num_stages] = found
+        return self._held[num_stages]
 
     def for_stage(self, num_stages: int) -> int | None:
         """Return what each stage may have where a rank holds several: an equal share.

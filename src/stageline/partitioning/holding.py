@@ -70,10 +70,10 @@ def _most(actions: Row) -> tuple[Holding, ...]:
         changes[kinds == kind] = change
     again = np.isin(actions["microbatch"], actions["microbatch"][kinds == Kind.RECOMPUTE])
     changes[(kinds == Kind.FORWARD) & again] = (0, 0, 1)
-    moments = np.unique(np.cumsum(changes, axis=0), axis=0)
-    most = [
-        moment
-        for moment in moments
-        if not any((moment <= other).all() and (moment < other).any() for other in moments)
-    ]
-    return tuple(Holding(*moment.tolist()) for moment in most)
+    moments = set(map(tuple, np.cumsum(changes, axis=0).tolist()))
+    highest: dict[tuple[int, int], int] = {}
+    for whole, halved, inputs in moments:
+        highest[halved, inputs] = max(whole, highest.get((halved, inputs), 0))
+    found = np.array([(whole, *rest) for rest, whole in sorted(highest.items())])
+    less = (found[:, None] <= found[None]).all(axis=2) & (found[:, None] < found[None]).any(axis=2)
+    return tuple(Holding(*moment) for moment in found[~less.any(axis=1)].tolist())
