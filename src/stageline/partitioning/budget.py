@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from stageline.errors import ScheduleError
 from stageline.partitioning.blocks import Blocks
 from stageline.partitioning.device import Device, Link
 from stageline.partitioning.holding import Holding, holdings_of, holdings_of_1f1b
@@ -59,6 +60,21 @@ class Budget:
             built = schedules.build(self.schedule, num_stages, count, num_ranks=self.num_ranks)
             self._built[num_stages] = built
         return self._built[num_stages]
+
+    def faults(self, num_stages: int) -> list[str]:
+        """Return why this cannot be for so many stages."""
+        given, ranks = self.schedule, self.num_ranks
+        if ranks is not None and ranks > num_stages:
+            return [f"ranks={ranks}: there are only {num_stages} stages: use as many ranks"]
+        if isinstance(given, Schedule) and given.num_stages != num_stages:
+            return [f"schedule: it is for {given.num_stages} stages, the split makes {num_stages}"]
+        if isinstance(given, Schedule) and ranks not in (None, given.num_ranks):
+            return [f"schedule: it is for {given.num_ranks} ranks, ranks={ranks}"]
+        try:
+            self.built(num_stages)
+        except ScheduleError as error:
+            return [f"schedule: {error}"]
+        return []
 
     def placement(self, num_stages: int) -> tuple[int, ...]:
         """Return the rank of each stage."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stageline.scheduling import Kind, Schedule
 from stageline.scheduling.schedule import Row
@@ -74,6 +75,7 @@ def _most(actions: Row) -> tuple[Holding, ...]:
     highest: dict[tuple[int, int], int] = {}
     for whole, halved, inputs in moments:
         highest[halved, inputs] = max(whole, highest.get((halved, inputs), 0))
-    found = np.array([(whole, *rest) for rest, whole in sorted(highest.items())])
-    less = (found[:, None] <= found[None]).all(axis=2) & (found[:, None] < found[None]).any(axis=2)
-    return tuple(Holding(*moment) for moment in found[~less.any(axis=1)].tolist())
+    found: NDArray[np.int64] = np.array([(whole, *rest) for rest, whole in sorted(highest.items())])
+    each, other = found[:, None], found[None]
+    less = np.all(each <= other, axis=2) & np.any(each < other, axis=2)
+    return tuple(Holding(*moment) for moment in found[~np.any(less, axis=1)].tolist())
