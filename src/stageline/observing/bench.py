@@ -21,6 +21,7 @@ from stageline.observing.playing import Players
 from stageline.observing.shares import SLOTS, Samples, Share, Work, clock_for, copied, finish
 from stageline.partitioning.balance import balance
 from stageline.partitioning.costs import BlockCosts, ModelCosts
+from stageline.running.allocator import keep_freed_memory
 from stageline.running.boundary import Packet
 from stageline.running.forwards import forward
 from stageline.running.loss import LossFunction, LossRule, own_loss
@@ -81,6 +82,8 @@ class Bench:
         self._staged = graph.cut(graph.cuts)
         tensors = (*graph.model.parameters(), *graph.model.buffers())
         self._device = next((t.device for t in tensors), torch.device("cpu"))
+        if self._device.type == "cpu":
+            keep_freed_memory()  # as every pipeline does
 
     def measure(
         self, rows: int, repeats: int, neighbours: Neighbours, advance: Callable[[], None]
