@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from statistics import median
 from typing import Any
 
 import torch
@@ -18,7 +17,16 @@ from stageline.capturing.recorded import Graph
 from stageline.capturing.staged import VariantStage
 from stageline.observing.memory import StageMemory, measure_call
 from stageline.observing.playing import Players
-from stageline.observing.shares import SLOTS, Samples, Share, Work, clock_for, copied, finish
+from stageline.observing.shares import (
+    SLOTS,
+    Samples,
+    Share,
+    Work,
+    clock_for,
+    copied,
+    finish,
+    typical,
+)
 from stageline.partitioning.balance import balance
 from stageline.partitioning.costs import BlockCosts, ModelCosts
 from stageline.running.allocator import keep_freed_memory
@@ -170,7 +178,7 @@ class Bench:
         memory: StageMemory,
         packets: Sequence[Packet | None],
     ) -> BlockCosts:
-        times = {what: median(found) for (what, block), found in samples.items() if block == index}
+        times = {what: typical(found) for (what, block), found in samples.items() if block == index}
         # Bridges are built in F; only schedules with I and W pay for them.
         bridges = max(times["F split"] - times["F"], 0) if memory.is_split else 0
         load = self._graph.load(*span)
