@@ -31,6 +31,7 @@ from stageline.partitioning.balance import balance
 from stageline.partitioning.costs import BlockCosts, ModelCosts
 from stageline.running.allocator import keep_freed_memory
 from stageline.running.boundary import Packet
+from stageline.running.cores import share_of_cores, share_of_threads
 from stageline.running.forwards import forward
 from stageline.running.loss import LossFunction, LossRule, own_loss
 from stageline.running.microbatches import Microbatches, replicate
@@ -54,6 +55,15 @@ class Neighbours:
     count: int
     cores: int
     alone: bool
+
+    @property
+    def threads(self) -> int:
+        """How many intra-op threads each rank has, as in a pipeline."""
+        if self.count == 1:
+            return share_of_cores()  # beside other processes, if torchrun has started them
+        if self.alone:
+            return max(1, min(torch.get_num_threads(), self.cores // self.count))
+        return share_of_threads(self.count)
 
     def __str__(self) -> str:
         where = "processes" if self.alone else "threads"
@@ -161,7 +171,7 @@ class Bench:
             span = spans[index % len(spans)]
             players.append(Share(played.programs, span, packets[span[0]], played.work, clock))
         with played.streaming():
-            return Players(players, repeats, advance).play()
+            return Players(players, repeats, neighbours.threads, advance).play()
 
     def _spans(self, count: int) -> list[range]:
         """Return which blocks go together: shares of about the same time, as in a pipeline."""
