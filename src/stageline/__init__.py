@@ -25,10 +25,14 @@ from stageline.errors import (
     StateError,
     StepError,
 )
+from stageline.observing.measuring import measure_costs
 from stageline.partitioning import Plan
+from stageline.partitioning.costs import BlockCosts, ModelCosts
+from stageline.partitioning.device import Device, Link
 from stageline.partitioning.partition import partition
 from stageline.pipeline import Pipeline
 from stageline.planning import find_schedule
+from stageline.planning.estimating import estimate_costs
 from stageline.running.events import ActionDone
 from stageline.running.merging import PerMicrobatch
 from stageline.running.microbatches import Batch, replicate
@@ -42,13 +46,17 @@ __all__ = [
     "Batch",
     "BatchError",
     "Block",
+    "BlockCosts",
     "CaptureError",
     "ConfigError",
     "Costs",
     "CutPoint",
+    "Device",
     "EdgeError",
     "Graph",
     "GuardError",
+    "Link",
+    "ModelCosts",
     "PeerError",
     "PerMicrobatch",
     "PipeError",
@@ -63,8 +71,10 @@ __all__ = [
     "StepResult",
     "begin_block",
     "capture",
+    "estimate_costs",
     "find_schedule",
     "layer_list",
+    "measure_costs",
     "parse",
     "partition",
     "remove_blocks",
