@@ -1,0 +1,178 @@
+"""Where to cut for a schedule: no rank busier than it must be, and none with more than its memory.
+
+With one stage per rank the exact programme of ``balance`` gives the cut whose longest stage is
+shortest. With several stages per rank it is the ranks that must be even: that cut is where blocks
+begin to move from stage to stage, one at a time, as long as it helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stageline.partitioning.balance import Problem, running_sum, solve
+from stageline.partitioning.costs import BlockCosts, ModelCosts
+from stageline.planning.candidates import Candidate
+from stageline.planning.holdings import Holdings
+
+Sizes = tuple[int, ...]
+
+_MOST_MOVES = 400
+
+
+class Cutter:
+    """Cuts one model, for microbatches of one size.
+
+    Args:
+        costs: What its blocks cost.
+        copies: How often a rank keeps its parameters: weights, gradients, optimizer.
+    """
+
+    def __init__(self, costs: ModelCosts, copies: int) -> None:
+        self.costs = costs
+        self._copies = copies
+        blocks = costs.blocks
+        self.num_blocks = len(blocks)
+        self._forward = running_sum([block.forward for block in blocks])
+        self._time = running_sum([block.time for block in blocks])
+        self._split = running_sum(
+            [block.forward + block.input_gradient + block.weight_gradient for block in blocks]
+        )
+        self._fixed = running_sum([block.parameter_bytes * copies for block in blocks])
+        self._kept = running_sum([block.input_bytes + block.activation_bytes for block in blocks])
+        self._stage = lru_cache(maxsize=None)(self._joined)
+        self._balanced = lru_cache(maxsize=None)(self._balance)
+
+    @cached_property
+    def total(self) -> int:
+        """The least time of all blocks for one microbatch."""
+        return int(min(self._time[-1], self._split[-1]))
+
+    @cached_property
+    def largest(self) -> int:
+        """The least time of the longest block."""
+        return int(np.minimum(np.diff(self._time), np.diff(self._split)).max())
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What the parameters of the whole model take."""
+        return int(self._fixed[-1])
+
+    def even(self, candidate: Candidate) -> Sizes:
+        """Return how many blocks each stage gets, whatever memory that takes."""
+        method = candidate.method
+        sizes = self._balanced(candidate.num_stages, method.splits_backward, method.recompute)
+        if method.stages_per_rank == 1:
+            return sizes
+        return self._moved(sizes, candidate)
+
+    def fitting(self, candidate: Candidate, holdings: Holdings, limit: int) -> Sizes:
+        """Return the same with as little above a limit of bytes as can be found."""
+        begin = self._within(candidate, holdings, limit) or self.even(candidate)
+        return self._moved(begin, candidate, lambda sizes: self.needs(sizes, holdings), limit)
+
+    def needs(self, sizes: Sizes, holdings: Holdings) -> list[int]:
+        """Return the bytes that each rank needs: parameters, and activations at their peak."""
+        stages = [self._stage(begin, end) for begin, end in pairwise(_ends(sizes))]
+        peaks = holdings.peak_bytes(
+            kept=[stage.input_bytes + stage.activation_bytes for stage in stages],
+            inputs=[stage.input_bytes for stage in stages],
+            freed=[stage.input_gradient_frees for stage in stages],
+        )
+        return [
+            peak + sum(stages[at].parameter_bytes * self._copies for at in held)
+            for peak, held in zip(peaks, holdings.stages, strict=True)
+        ]
+
+    def _joined(self, begin: int, end: int) -> BlockCosts:
+        part = replace(self.costs, blocks=self.costs.blocks[begin:end], others=())
+        return part.stages([end - begin])[0]
+
+    def _times(self, split: bool, recompute: bool) -> NDArray[np.int64]:
+        return (self._split if split else self._time) + self._forward * recompute
+
+    def _balance(self, num_stages: int, split: bool, recompute: bool) -> Sizes:
+        sums = [self._times(split, recompute)] * num_stages
+        if recompute:
+            sums[-1] = self._times(split, False)
+        sizes = solve(Problem(sums, sums))
+        assert sizes is not None  # nothing is limited
+        return tuple(sizes)
+
+    def _within(self, candidate: Candidate, holdings: Holdings, limit: int) -> Sizes | None:
+        """Return the most even cut with an equal share of the limit for each stage of a rank."""
+        method, placement = candidate.method, candidate.method.placement(candidate.num_ranks)
+        times = [self._times(method.splits_backward, method.recompute)] * candidate.num_stages
+        each = method.stages_per_rank
+        whole = {
+            rank: -(-holdings.most_whole(rank) // each) for rank in range(candidate.num_ranks)
+        }
+        made = {count: self._fixed + self._kept * count for count in set(whole.values())}
+        weights = [made[whole[rank]] for rank in placement]
+        sizes = solve(Problem(times, times, weights, limit // each))
+        return None if sizes is None else tuple(sizes)
+
+    def _moved(
+        self,
+        sizes: Sizes,
+        candidate: Candidate,
+        needs: Callable[[Sizes], list[int]] = lambda _: [],
+        limit: int = 0,
+    ) -> Sizes:
+        """Move single blocks between neighbours while that lowers what is too much, or the peak.
+
+        Looked at are only stages of ranks that hold too much or, if none does, work longest.
+        """
+        method = candidate.method
+        times = self._times(method.splits_backward, method.recompute)
+        ranks = method.placement(candidate.num_ranks)
+        placement = np.array(ranks)
+
+        def judged(tried: Sizes) -> tuple[tuple[int, float, float], set[int]]:
+            busy = np.bincount(placement, weights=np.diff(times[_ends(tried)]))
+            above = [max(0, need - limit) for need in needs(tried)]
+            hot = np.flatnonzero(above if any(above) else busy == busy.max())
+            return (sum(above), float(busy.max()), float(busy @ busy)), set(hot.tolist())
+
+        best, hot = judged(sizes)
+        for _ in range(_MOST_MOVES):
+            tried = [(*judged(other), other) for other in neighbours(sizes, ranks, hot)]
+            found = min(tried, default=None, key=lambda each: each[0])
+            if found is None or found[0] >= best:
+                break
+            best, hot, sizes = found
+        return sizes
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    return [0, *accumulate(sizes)]
+
+
+def neighbours(
+    sizes: Sequence[int], placement: Sequence[int] = (), hot: Collection[int] = ()
+) -> list[Sizes]:
+    """Return the cuts in which one block has moved to the stage next to its own.
+
+    Example:
+        >>> neighbours([2, 2, 1])
+        [(3, 1, 1), (1, 3, 1), (2, 1, 2)]
+
+    Args:
+        sizes: How many blocks each stage has.
+        placement: The rank of each stage.
+        hot: Ranks; if given, only blocks that leave or enter one of them.
+    """
+    found = []
+    for left in range(len(sizes) - 1):
+        if hot and not {placement[left], placement[left + 1]} & set(hot):
+            continue
+        for step in (-1, 1):
+            one, other = sizes[left] - step, sizes[left + 1] + step
+            if one and other:
+                found.append((*sizes[:left], one, other, *sizes[left + 2 :]))
+    return found

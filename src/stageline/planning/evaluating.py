@@ -1,0 +1,141 @@
+"""What would a candidate cost? Costs of blocks and links in, a prediction out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from stageline.partitioning.costs import ModelCosts
+from stageline.planning.bounds import Metric
+from stageline.planning.candidates import Candidate, Method
+from stageline.planning.cutting import Cutter
+from stageline.planning.holdings import Holdings
+from stageline.planning.proposal import Prediction
+from stageline.scheduling import Costs, Schedule, Simulation, simulate
+from stageline.scheduling.memory import peak_bytes
+
+
+@dataclass(frozen=True)
+class Link:
+    """What it takes to send something to another rank.
+
+    Attributes:
+        latency: Nanoseconds.
+        bandwidth: Bytes per nanosecond, which are gigabytes per second; None for no limit.
+    """
+
+    latency: int = 0
+    bandwidth: float | None = None
+
+    def time(self, num_bytes: int) -> int:
+        """Return the nanoseconds that so many bytes take.
+
+        Example:
+            >>> Link(latency=1000, bandwidth=10).time(50_000)
+            6000
+        """
+        return self.latency + (0 if not self.bandwidth else round(num_bytes / self.bandwidth))
+
+    def reduction(self, num_bytes: int, copies: int) -> int:
+        """Return the nanoseconds in which copies add up so many bytes, each, around a ring.
+
+        Everybody sends a part, ``num_bytes / copies``, to his neighbour, 2 * (copies - 1) times.
+
+        Example:
+            >>> Link(latency=1000, bandwidth=10).reduction(80_000, copies=4)
+            18000
+        """
+        return 2 * (copies - 1) * self.time(-(-num_bytes // copies))
+
+
+class Evaluator:
+    """Knows the costs of a model on a machine, for microbatches of any size.
+
+    Args:
+        costs: Of its blocks.
+        link: Between ranks.
+        copies: How often a rank keeps its parameters.
+        metric: What counts as the time of a step.
+    """
+
+    def __init__(self, costs: ModelCosts, link: Link, copies: int, metric: Metric) -> None:
+        self._costs, self._link, self._copies = costs, link, copies
+        self.metric = metric
+        self.cutter = lru_cache(maxsize=None)(self._cutter)
+        self.schedule = lru_cache(maxsize=8)(_build)
+        self.holdings = lru_cache(maxsize=8)(self._holdings)
+        self.num_simulated = 0
+
+    def _cutter(self, rows: int) -> Cutter:
+        return Cutter(self._costs.at(rows), self._copies)
+
+    def _holdings(self, method: Method, num_ranks: int, num_microbatches: int) -> Holdings:
+        return Holdings.of(self.schedule(method, num_ranks, num_microbatches))
+
+    def simulated(self, candidate: Candidate, sizes: Sequence[int]) -> Costs:
+        """Return what the simulator is told of a candidate that is cut so."""
+        costs = self.cutter(candidate.rows).costs
+        ends = [block.output_bytes for block in costs.stages(sizes)[:-1]]
+        hops = [self._link.time(size) for size in ends]
+        return costs.simulated(sizes, latency=hops[0] if len(set(hops)) == 1 else hops or 0)
+
+    def reduction(self, candidate: Candidate, parameter_bytes: int) -> int:
+        """Return the nanoseconds in which the copies of a rank add up their gradients."""
+        if candidate.data_parallel == 1:
+            return 0
+        return self._link.reduction(parameter_bytes, candidate.data_parallel)
+
+    def least_reduction(self, candidate: Candidate) -> int:
+        """Return the same for the fullest rank, however the model is cut."""
+        whole = self.cutter(candidate.rows).fixed_bytes // self._copies
+        return self.reduction(candidate, whole // candidate.num_ranks)
+
+    def needs(self, candidate: Candidate, sizes: Sequence[int], schedule: Schedule) -> list[int]:
+        """Return the bytes that each rank needs."""
+        held = peak_bytes(schedule, self.cutter(candidate.rows).costs.simulated(sizes))
+        assert held is not None  # costs of models know their activations
+        fixed = self._parameters(candidate, sizes)
+        return [int(peak) + size * self._copies for peak, size in zip(held, fixed, strict=True)]
+
+    def _parameters(self, candidate: Candidate, sizes: Sequence[int]) -> list[int]:
+        """Return the bytes of the parameters of each rank, once."""
+        stages = self.cutter(candidate.rows).costs.stages(sizes)
+        found = [0] * candidate.num_ranks
+        placement = candidate.method.placement(candidate.num_ranks)
+        for stage, rank in zip(stages, placement, strict=True):
+            found[rank] += stage.parameter_bytes
+        return found
+
+    def predict(
+        self, candidate: Candidate, sizes: Sequence[int], schedule: Schedule
+    ) -> Prediction:
+        """Simulate a step."""
+        self.num_simulated += 1
+        simulation = simulate(schedule, self.simulated(candidate, sizes))
+        fixed = self._parameters(candidate, sizes)
+        reduction = self.reduction(candidate, max(fixed))
+        kept = [size * self._copies for size in fixed]
+        return _prediction(simulation, reduction, kept, self.metric)
+
+
+def _prediction(
+    simulation: Simulation, reduction: int, fixed: Sequence[int], metric: Metric
+) -> Prediction:
+    assert simulation.peak_bytes is not None  # costs of models know their activations
+    step = simulation.T if metric == "T" else simulation.span
+    bubble = simulation.bubble if metric == "T" else simulation.span_bubble
+    return Prediction(
+        seconds=(int(step) + reduction) / 1e9,
+        T=int(simulation.T),
+        span=int(simulation.span),
+        bubble=float(bubble),
+        busy=tuple(int(busy) for busy in simulation.busy),
+        reduction=reduction / 1e9,
+        parameter_bytes=tuple(fixed),
+        activation_bytes=tuple(int(peak) for peak in simulation.peak_bytes),
+    )
+
+
+def _build(method: Method, num_ranks: int, num_microbatches: int) -> Schedule:
+    return method.build(num_ranks, num_microbatches)

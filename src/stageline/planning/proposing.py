@@ -1,0 +1,247 @@
+"""Which is best? Every candidate that can still win is cut and simulated; the others say why not.
+
+    all candidates          by what they take at least, the most promising first
+      1 can it win?         the work of a rank, however the model is cut, against the best so far
+      2 cut                 even; bound again, now with the way through the other stages
+      3 does it fit?        exactly, by the rows of its schedule; if not, cut for memory
+      4 simulate            exactly
+    the best few            blocks are moved once more, as long as the simulated time falls
+
+The bounds are never above the simulated time, so what they drop could not have won with its cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from stageline.partitioning.amounts import show_bytes
+from stageline.partitioning.costs import ModelCosts
+from stageline.partitioning.weighing import COPIES_OF_PARAMETERS
+from stageline.planning.bounds import least_share, least_time
+from stageline.planning.candidates import AUTO, Candidate, Method, candidates, divisors, methods
+from stageline.planning.cutting import neighbours
+from stageline.planning.evaluating import Evaluator, Link, Metric
+from stageline.planning.losses import Loss
+from stageline.planning.proposal import Prediction, Proposal
+from stageline.planning.proposals import Proposals
+from stageline.scheduling import Schedule
+
+_FEW_ACTIONS = 20_000
+"""Up to so many actions a schedule is simulated again and again to move single blocks."""
+
+
+def propose(
+    costs: ModelCosts,
+    *,
+    ranks: int,
+    batch_size: int,
+    link: Link | None = None,
+    memory_limit: int | None = None,
+    data_parallel: int | Literal["auto"] = 1,
+    schedules: Sequence[str] | None = None,
+    microbatches: Sequence[int] | None = None,
+    metric: Metric = "T",
+    parameter_copies: int = COPIES_OF_PARAMETERS,
+    top: int = 5,
+) -> Proposals:
+    """Return the best ways to run a model of which the costs are known.
+
+    Example:
+        >>> from stageline.partitioning.costs import BlockCosts
+        >>> block = BlockCosts("layer", 10, 10, 10, 20, 8, 32, 16, 5, 20, 8)
+        >>> costs = ModelCosts((block,) * 8, rows=1, origin="by hand")
+        >>> found = propose(costs, ranks=4, batch_size=8, schedules=["1f1b", "gpipe", "zb-v"])
+        >>> [(str(one.method), one.predicted.T) for one in found]
+        [('zb-v x2', 510), ('1f1b', 660), ('gpipe', 660)]
+
+    Args:
+        costs: What the blocks cost, for microbatches of any number of rows.
+        ranks: How many there are in all.
+        batch_size: The rows of a step, of all copies together.
+        link: Between ranks; nothing takes time if left out.
+        memory_limit: What each rank has, in bytes.
+        data_parallel: How many copies of the pipeline share the ranks; ``"auto"`` tries all.
+        schedules: The names to try; all that can be run if left out.
+        microbatches: The numbers of microbatches to try; those that cut the rows evenly, and powers
+            of two, if left out.
+        metric: What counts as the time of a step.
+        parameter_copies: How often a rank keeps its parameters: weights, gradient, two moments.
+        top: How many proposals to return.
+    """
+    ways = methods(schedules, recompute=memory_limit is not None)
+    degrees = divisors(ranks) if data_parallel == "auto" else [data_parallel]
+    every = candidates(
+        ways,
+        ranks=ranks,
+        batch_size=batch_size,
+        data_parallel=degrees,
+        microbatches=microbatches,
+    )
+    evaluator = Evaluator(costs, link or Link(), parameter_copies, metric)
+    search = _Search(evaluator, memory_limit, top, costs.origin)
+    return search.run([each for each in every if each.method.schedule != AUTO])
+
+
+@dataclass
+class _Search:
+    """The best of each method so far, and what was dropped."""
+
+    evaluator: Evaluator
+    limit: int | None
+    top: int
+    origin: str
+    best: dict[Method, Proposal] = field(default_factory=dict)
+    losses: list[Loss] = field(default_factory=list)
+
+    def run(self, every: Sequence[Candidate]) -> Proposals:
+        hopeful = []
+        for candidate in every:
+            reason = self._impossible(candidate)
+            if reason is None:
+                hopeful.append((self._least(candidate), candidate))
+            else:
+                self.losses.append(reason)
+        for least, candidate in sorted(hopeful, key=lambda each: each[0]):
+            self._try(candidate, least)
+        return self._proposals(len(every))
+
+    def _impossible(self, candidate: Candidate) -> Loss | None:
+        cutter = self.evaluator.cutter(candidate.rows)
+        if candidate.num_stages > cutter.num_blocks:
+            few = f"{cutter.num_blocks} blocks are too few for {candidate.num_stages} stages"
+            return Loss(candidate, reason=few)
+        if candidate.refusal is not None:
+            return Loss(candidate, reason=f"{candidate.refusal}, m={candidate.num_microbatches}")
+        share = cutter.fixed_bytes // candidate.num_ranks
+        if self.limit is not None and share > self.limit:
+            reason = self._too_much("parameters alone need", share)
+            return Loss(candidate, needs=share, reason=reason)
+        return None
+
+    def _too_much(self, what: str, needed: int) -> str:
+        assert self.limit is not None
+        return f"{what} {show_bytes(needed)} of {show_bytes(self.limit)}"
+
+    def _least(self, candidate: Candidate) -> float:
+        """Return the seconds of a step at least, however the model is cut."""
+        cutter = self.evaluator.cutter(candidate.rows)
+        time = least_share(cutter.total, cutter.largest, candidate)
+        return (time + self.evaluator.least_reduction(candidate)) / 1e9
+
+    def _to_beat(self, method: Method) -> float:
+        """Return the seconds that a candidate must stay below to matter."""
+        found = sorted(one.predicted.seconds for one in self.best.values())
+        last = found[self.top - 1] if len(found) >= self.top else float("inf")
+        own = self.best.get(method)
+        return last if own is None else min(last, own.predicted.seconds)
+
+    def _try(self, candidate: Candidate, least: float) -> None:
+        """Cut and simulate a candidate, unless it cannot win."""
+        evaluator, method = self.evaluator, candidate.method
+        if least >= self._to_beat(method):
+            self.losses.append(Loss(candidate, least, is_bound=True))
+            return
+        sizes: Sequence[int] = evaluator.cutter(candidate.rows).even(candidate)
+        least = self._least_cut(candidate, sizes)
+        if least >= self._to_beat(method):
+            self.losses.append(Loss(candidate, least, is_bound=True))
+            return
+        schedule = evaluator.schedule(method, candidate.num_ranks, candidate.num_microbatches)
+        fitted = self._fitted(candidate, sizes, schedule)
+        if isinstance(fitted, Loss):
+            self.losses.append(fitted)
+        else:
+            self._keep(self._proposal(candidate, fitted, schedule))
+
+    def _fitted(
+        self, candidate: Candidate, sizes: Sequence[int], schedule: Schedule
+    ) -> Sequence[int] | Loss:
+        """Return cuts that keep the limit: these, or others; or who needs too much."""
+        if self.limit is None:
+            return sizes
+        needed = self.evaluator.needs(candidate, sizes, schedule)
+        if max(needed) > self.limit:
+            sizes = self._cut_for_memory(candidate)
+            needed = self.evaluator.needs(candidate, sizes, schedule)
+        if max(needed) <= self.limit:
+            return sizes
+        rank = needed.index(max(needed))
+        reason = self._too_much(f"rank {rank} needs", max(needed))
+        many = f", m={candidate.num_microbatches}"
+        return Loss(candidate, needs=max(needed), reason=reason + many)
+
+    def _least_cut(self, candidate: Candidate, sizes: Sequence[int]) -> float:
+        costs = self.evaluator.simulated(candidate, sizes)
+        time = least_time(candidate, costs, self.evaluator.metric)
+        return (time + self.evaluator.least_reduction(candidate)) / 1e9
+
+    def _cut_for_memory(self, candidate: Candidate) -> Sequence[int]:
+        assert self.limit is not None
+        holdings = self.evaluator.holdings(
+            candidate.method, candidate.num_ranks, candidate.num_microbatches
+        )
+        return self.evaluator.cutter(candidate.rows).fitting(candidate, holdings, self.limit)
+
+    def _proposal(
+        self, candidate: Candidate, sizes: Sequence[int], schedule: Schedule
+    ) -> Proposal:
+        return Proposal(
+            sizes=tuple(sizes),
+            placement=candidate.method.placement(candidate.num_ranks),
+            schedule=schedule,
+            method=candidate.method,
+            num_microbatches=candidate.num_microbatches,
+            rows=candidate.rows,
+            data_parallel=candidate.data_parallel,
+            predicted=self.evaluator.predict(candidate, sizes, schedule),
+            origin=self.origin,
+        )
+
+    def _keep(self, proposal: Proposal) -> None:
+        """Keep a proposal if it is the best of its method; the other of the two lost."""
+        before = self.best.get(proposal.method)
+        better = proposal if before is None else min(before, proposal, key=_order)
+        self.best[proposal.method] = better
+        self.losses += [_slower(one) for one in (before, proposal) if one not in (None, better)]
+
+    def _proposals(self, num_candidates: int) -> Proposals:
+        ranked = sorted(self.best.values(), key=_order)
+        found = sorted((self._moved(one) for one in ranked[: self.top]), key=_order)
+        self.losses += [_slower(one) for one in ranked[self.top :]]
+        return Proposals(
+            tuple(found),
+            tuple(self.losses),
+            num_candidates,
+            self.evaluator.num_simulated,
+            self.limit,
+        )
+
+    def _moved(self, proposal: Proposal) -> Proposal:
+        """Move single blocks between neighbours as long as the simulated step gets shorter."""
+        if len(proposal.schedule) > _FEW_ACTIONS:
+            return proposal
+        while True:
+            others = [self._proposal_of(proposal, sizes) for sizes in neighbours(proposal.sizes)]
+            fitting = [one for one in others if self._fits(one.predicted)]
+            better = min(fitting, key=_order, default=proposal)
+            if better.predicted.seconds >= proposal.predicted.seconds:
+                return proposal
+            proposal = better
+
+    def _proposal_of(self, proposal: Proposal, sizes: Sequence[int]) -> Proposal:
+        return self._proposal(proposal.candidate, sizes, proposal.schedule)
+
+    def _fits(self, predicted: Prediction) -> bool:
+        return self.limit is None or max(predicted.memory) <= self.limit
+
+
+def _order(proposal: Proposal) -> tuple[float, int, Method]:
+    """Faster first; then with less memory; then by name, so that the order never varies."""
+    return proposal.predicted.seconds, max(proposal.predicted.memory), proposal.method
+
+
+def _slower(proposal: Proposal) -> Loss:
+    predicted = proposal.predicted
+    return Loss(proposal.candidate, predicted.seconds, bubble=predicted.bubble)
