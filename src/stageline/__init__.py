@@ -25,9 +25,13 @@ from stageline.errors import (
     StateError,
     StepError,
 )
+from stageline.observing.measuring import measure_costs
 from stageline.partitioning import Plan
+from stageline.partitioning.costs import BlockCosts, ModelCosts
+from stageline.partitioning.device import Device, Link
 from stageline.partitioning.partition import partition
 from stageline.pipeline import Pipeline
+from stageline.planning.estimating import estimate_costs
 from stageline.running.events import ActionDone
 from stageline.running.merging import PerMicrobatch
 from stageline.running.microbatches import Batch, replicate
@@ -41,13 +45,17 @@ __all__ = [
     "Batch",
     "BatchError",
     "Block",
+    "BlockCosts",
     "CaptureError",
     "ConfigError",
     "Costs",
     "CutPoint",
+    "Device",
     "EdgeError",
     "Graph",
     "GuardError",
+    "Link",
+    "ModelCosts",
     "PeerError",
     "PerMicrobatch",
     "PipeError",
@@ -62,7 +70,9 @@ __all__ = [
     "StepResult",
     "begin_block",
     "capture",
+    "estimate_costs",
     "layer_list",
+    "measure_costs",
     "parse",
     "partition",
     "remove_blocks",
