@@ -27,5 +27,9 @@ def test_peaks_are_those_of_the_simulation(method: object) -> None:
         inputs = [draw.randint(0, size) for size in kept]
         freed = [draw.randint(-20, size) for size in kept]
         costs = Costs(activation_bytes=kept, input_bytes=inputs, input_gradient_frees=freed)
-        found = Holdings.of(schedule).peak_bytes(kept, inputs, freed)
+        holdings = Holdings.of(schedule)
+        found = [
+            holdings.peak(rank, [(kept[at], inputs[at], freed[at]) for at in holdings.stages[rank]])
+            for rank in range(ranks)
+        ]
         assert tuple(found) == peak_bytes(schedule, costs)

@@ -99,7 +99,5 @@ def _before(
     return np.concatenate([[0.0], np.cumsum(times)])
 
 
-def _per_rank(
-    times: _Times, placement: Sequence[int]
-) -> _Times:
-    return np.bincount(np.array(placement), weights=times)
+def _per_rank(times: _Times, placement: Sequence[int]) -> _Times:
+    return np.bincount(np.array(placement), weights=times).astype(np.float64)

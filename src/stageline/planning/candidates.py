@@ -1,14 +1,14 @@
 """What can be proposed: every way to share a batch among ranks, before any of it is simulated.
 
-    ranks = data_parallel * num_ranks            copies side by side, each a pipeline
-    batch = data_parallel * num_microbatches * rows, the last ones one row smaller where that
-            does not come out even
+ranks = data_parallel * num_ranks            copies side by side, each a pipeline
+batch = data_parallel * num_microbatches * rows, the last ones one row smaller where that
+        does not come out even
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from stageline.scheduling import Schedule, schedules
@@ -45,6 +45,11 @@ class Method:
         return None if self.schedule == AUTO else schedules.family(self.schedule)
 
     @property
+    def keeping(self) -> Method:
+        """The same method without recomputing what it does not have to."""
+        return self if self.build_name or self.schedule == AUTO else replace(self, recompute=False)
+
+    @property
     def looks(self) -> str:
         """Which stages a rank holds: consecutive, looped or a V."""
         if self.family is None:
@@ -72,8 +77,13 @@ class Method:
         """Return the schedule; not for ``"auto"``, which has no rule."""
         num_stages = num_ranks * self.stages_per_rank
         built = schedules.build(self.schedule, num_stages, num_microbatches, num_ranks=num_ranks)
+        return built if self.build_name else recompute_activations(built)
+
+    @property
+    def build_name(self) -> str | None:
+        """By which name alone a pipeline can build it; None if it takes more than that."""
         adds = self.recompute and self.schedule != _RECOMPUTES
-        return recompute_activations(built) if adds else built
+        return None if adds or self.schedule == AUTO else self.schedule
 
     def __str__(self) -> str:
         several = f" x{self.stages_per_rank}" if self.stages_per_rank > 1 else ""
@@ -173,17 +183,19 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // low for low in small)})
 
 
-def microbatch_counts(rows: int) -> list[int]:
-    """Return into how many microbatches so many rows may be cut.
+def microbatch_counts(rows: int, num_ranks: int) -> list[int]:
+    """Return into how many microbatches so many rows are cut if nobody says.
 
-    All that come out even; and powers of two, of which the sizes differ by a row.
+    All that come out even; and powers of two, of which the sizes differ by a row. At least one for
+    each rank, as long as there are rows: with fewer, most of a pipeline waits.
 
     Example:
-        >>> microbatch_counts(12)
-        [1, 2, 3, 4, 6, 8, 12]
+        >>> microbatch_counts(12, num_ranks=2), microbatch_counts(3, num_ranks=8)
+        ([2, 3, 4, 6, 8, 12], [3])
     """
     powers = (2**power for power in range(rows.bit_length()))
-    return sorted({*divisors(rows), *(count for count in powers if count <= rows)})
+    least = min(rows, num_ranks)
+    return sorted(count for count in {*divisors(rows), *powers} if least <= count <= rows)
 
 
 def candidates(
@@ -200,7 +212,7 @@ def candidates(
     """
     for copies in data_parallel:
         rows, num_ranks = -(-batch_size // copies), ranks // copies
-        counts = microbatch_counts(rows) if microbatches is None else microbatches
+        counts = microbatch_counts(rows, num_ranks) if microbatches is None else microbatches
         for method in ways if num_ranks > 1 else _alone(ways):
             for count in counts:
                 if count <= rows:

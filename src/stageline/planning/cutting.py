@@ -7,10 +7,10 @@ begin to move from stage to stage, one at a time, as long as it helps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,7 @@ from stageline.partitioning.balance import Problem, running_sum, solve
 from stageline.partitioning.costs import BlockCosts, ModelCosts
 from stageline.planning.candidates import Candidate
 from stageline.planning.holdings import Holdings
-
-Sizes = tuple[int, ...]
-
-_MOST_MOVES = 400
+from stageline.planning.moving import Sizes, improved
 
 
 class Cutter:
@@ -74,20 +71,28 @@ class Cutter:
     def fitting(self, candidate: Candidate, holdings: Holdings, limit: int) -> Sizes:
         """Return the same with as little above a limit of bytes as can be found."""
         begin = self._within(candidate, holdings, limit) or self.even(candidate)
-        return self._moved(begin, candidate, lambda sizes: self.needs(sizes, holdings), limit)
+        return self._moved(begin, candidate, holdings, limit)
 
-    def needs(self, sizes: Sizes, holdings: Holdings) -> list[int]:
+    def needs(self, sizes: Sequence[int], holdings: Holdings) -> list[int]:
         """Return the bytes that each rank needs: parameters, and activations at their peak."""
-        stages = [self._stage(begin, end) for begin, end in pairwise(_ends(sizes))]
-        peaks = holdings.peak_bytes(
-            kept=[stage.input_bytes + stage.activation_bytes for stage in stages],
-            inputs=[stage.input_bytes for stage in stages],
-            freed=[stage.input_gradient_frees for stage in stages],
+        ends = _ends(sizes)
+        return [self.need(holdings, rank, ends) for rank in range(len(holdings.stages))]
+
+    def need(self, holdings: Holdings, rank: int, ends: Sequence[int]) -> int:
+        """Return the bytes that one rank needs, given where every stage ends."""
+        stages = [self._stage(ends[at], ends[at + 1]) for at in holdings.stages[rank]]
+        held = holdings.peak(
+            rank,
+            [
+                (
+                    stage.input_bytes + stage.activation_bytes,
+                    stage.input_bytes,
+                    stage.input_gradient_frees,
+                )
+                for stage in stages
+            ],
         )
-        return [
-            peak + sum(stages[at].parameter_bytes * self._copies for at in held)
-            for peak, held in zip(peaks, holdings.stages, strict=True)
-        ]
+        return held + sum(stage.parameter_bytes for stage in stages) * self._copies
 
     def _joined(self, begin: int, end: int) -> BlockCosts:
         part = replace(self.costs, blocks=self.costs.blocks[begin:end], others=())
@@ -109,70 +114,26 @@ class Cutter:
         method, placement = candidate.method, candidate.method.placement(candidate.num_ranks)
         times = [self._times(method.splits_backward, method.recompute)] * candidate.num_stages
         each = method.stages_per_rank
-        whole = {
-            rank: -(-holdings.most_whole(rank) // each) for rank in range(candidate.num_ranks)
-        }
+        whole = {rank: -(-holdings.most_whole(rank) // each) for rank in range(candidate.num_ranks)}
         made = {count: self._fixed + self._kept * count for count in set(whole.values())}
         weights = [made[whole[rank]] for rank in placement]
         sizes = solve(Problem(times, times, weights, limit // each))
         return None if sizes is None else tuple(sizes)
 
     def _moved(
-        self,
-        sizes: Sizes,
-        candidate: Candidate,
-        needs: Callable[[Sizes], list[int]] = lambda _: [],
-        limit: int = 0,
+        self, sizes: Sizes, candidate: Candidate, holdings: Holdings | None = None, limit: int = 0
     ) -> Sizes:
-        """Move single blocks between neighbours while that lowers what is too much, or the peak.
-
-        Looked at are only stages of ranks that hold too much or, if none does, work longest.
-        """
+        """Move single blocks between neighbours while that lowers what is too much, or the peak."""
         method = candidate.method
         times = self._times(method.splits_backward, method.recompute)
         ranks = method.placement(candidate.num_ranks)
-        placement = np.array(ranks)
 
-        def judged(tried: Sizes) -> tuple[tuple[int, float, float], set[int]]:
-            busy = np.bincount(placement, weights=np.diff(times[_ends(tried)]))
-            above = [max(0, need - limit) for need in needs(tried)]
-            hot = np.flatnonzero(above if any(above) else busy == busy.max())
-            return (sum(above), float(busy.max()), float(busy @ busy)), set(hot.tolist())
+        def need(rank: int, ends: Sequence[int]) -> int:
+            assert holdings is not None
+            return max(0, self.need(holdings, rank, ends) - limit)
 
-        best, hot = judged(sizes)
-        for _ in range(_MOST_MOVES):
-            tried = [(*judged(other), other) for other in neighbours(sizes, ranks, hot)]
-            found = min(tried, default=None, key=lambda each: each[0])
-            if found is None or found[0] >= best:
-                break
-            best, hot, sizes = found
-        return sizes
+        return improved(sizes, times, ranks, need if holdings else None)
 
 
 def _ends(sizes: Sequence[int]) -> list[int]:
     return [0, *accumulate(sizes)]
-
-
-def neighbours(
-    sizes: Sequence[int], placement: Sequence[int] = (), hot: Collection[int] = ()
-) -> list[Sizes]:
-    """Return the cuts in which one block has moved to the stage next to its own.
-
-    Example:
-        >>> neighbours([2, 2, 1])
-        [(3, 1, 1), (1, 3, 1), (2, 1, 2)]
-
-    Args:
-        sizes: How many blocks each stage has.
-        placement: The rank of each stage.
-        hot: Ranks; if given, only blocks that leave or enter one of them.
-    """
-    found = []
-    for left in range(len(sizes) - 1):
-        if hot and not {placement[left], placement[left + 1]} & set(hot):
-            continue
-        for step in (-1, 1):
-            one, other = sizes[left] - step, sizes[left + 1] + step
-            if one and other:
-                found.append((*sizes[:left], one, other, *sizes[left + 2 :]))
-    return found

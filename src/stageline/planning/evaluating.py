@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from stageline.partitioning.costs import ModelCosts
+from stageline.partitioning.device import Device
 from stageline.planning.bounds import Metric
 from stageline.planning.candidates import Candidate, Method
 from stageline.planning.cutting import Cutter
@@ -16,51 +17,20 @@ from stageline.scheduling import Costs, Schedule, Simulation, simulate
 from stageline.scheduling.memory import peak_bytes
 
 
-@dataclass(frozen=True)
-class Link:
-    """What it takes to send something to another rank.
-
-    Attributes:
-        latency: Nanoseconds.
-        bandwidth: Bytes per nanosecond, which are gigabytes per second; None for no limit.
-    """
-
-    latency: int = 0
-    bandwidth: float | None = None
-
-    def time(self, num_bytes: int) -> int:
-        """Return the nanoseconds that so many bytes take.
-
-        Example:
-            >>> Link(latency=1000, bandwidth=10).time(50_000)
-            6000
-        """
-        return self.latency + (0 if not self.bandwidth else round(num_bytes / self.bandwidth))
-
-    def reduction(self, num_bytes: int, copies: int) -> int:
-        """Return the nanoseconds in which copies add up so many bytes, each, around a ring.
-
-        Everybody sends a part, ``num_bytes / copies``, to his neighbour, 2 * (copies - 1) times.
-
-        Example:
-            >>> Link(latency=1000, bandwidth=10).reduction(80_000, copies=4)
-            18000
-        """
-        return 2 * (copies - 1) * self.time(-(-num_bytes // copies))
-
-
 class Evaluator:
     """Knows the costs of a model on a machine, for microbatches of any size.
 
     Args:
         costs: Of its blocks.
-        link: Between ranks.
+        device: What connects the ranks. Those of a pipeline lie side by side, and so do its copies.
         copies: How often a rank keeps its parameters.
         metric: What counts as the time of a step.
     """
 
-    def __init__(self, costs: ModelCosts, link: Link, copies: int, metric: Metric) -> None:
-        self._costs, self._link, self._copies = costs, link, copies
+    def __init__(
+        self, costs: ModelCosts, device: Device | None, copies: int, metric: Metric
+    ) -> None:
+        self._costs, self._device, self._copies = costs, device, copies
         self.metric = metric
         self.cutter = lru_cache(maxsize=None)(self._cutter)
         self.schedule = lru_cache(maxsize=8)(_build)
@@ -76,15 +46,23 @@ class Evaluator:
     def simulated(self, candidate: Candidate, sizes: Sequence[int]) -> Costs:
         """Return what the simulator is told of a candidate that is cut so."""
         costs = self.cutter(candidate.rows).costs
-        ends = [block.output_bytes for block in costs.stages(sizes)[:-1]]
-        hops = [self._link.time(size) for size in ends]
+        ranks = candidate.method.placement(candidate.num_ranks)
+        hops = [
+            0 if self._device is None else self._device.between(*pair).time(stage.output_bytes)
+            for pair, stage in zip(pairwise(ranks), costs.stages(sizes)[:-1], strict=True)
+        ]
         return costs.simulated(sizes, latency=hops[0] if len(set(hops)) == 1 else hops or 0)
 
     def reduction(self, candidate: Candidate, parameter_bytes: int) -> int:
-        """Return the nanoseconds in which the copies of a rank add up their gradients."""
-        if candidate.data_parallel == 1:
+        """Return the nanoseconds in which the copies of a rank add up their gradients.
+
+        Around a ring: everybody sends a part of them to his neighbour, 2 * (copies - 1) times.
+        """
+        copies = candidate.data_parallel
+        if copies == 1 or self._device is None:
             return 0
-        return self._link.reduction(parameter_bytes, candidate.data_parallel)
+        neighbour = self._device.between(0, candidate.num_ranks)
+        return 2 * (copies - 1) * neighbour.time(-(-parameter_bytes // copies))
 
     def least_reduction(self, candidate: Candidate) -> int:
         """Return the same for the fullest rank, however the model is cut."""
@@ -107,9 +85,7 @@ class Evaluator:
             found[rank] += stage.parameter_bytes
         return found
 
-    def predict(
-        self, candidate: Candidate, sizes: Sequence[int], schedule: Schedule
-    ) -> Prediction:
+    def predict(self, candidate: Candidate, sizes: Sequence[int], schedule: Schedule) -> Prediction:
         """Simulate a step."""
         self.num_simulated += 1
         simulation = simulate(schedule, self.simulated(candidate, sizes))

@@ -39,7 +39,7 @@ class Holdings:
     Example:
         >>> from stageline.scheduling.schedules import one_f_one_b
         >>> holdings = Holdings.of(one_f_one_b(num_stages=3, num_microbatches=5))
-        >>> holdings.peak_bytes(kept=[10, 10, 10], inputs=[1, 1, 1], freed=[0, 0, 0])
+        >>> [holdings.peak(rank, [(10, 1, 0)]) for rank in range(3)]
         [30, 20, 10]
 
     Attributes:
@@ -57,21 +57,17 @@ class Holdings:
         moments = (_worst(_moments(*each)) for each in zip(schedule.arrays, stages, strict=True))
         return cls(stages, tuple(moments))
 
-    def peak_bytes(
-        self, kept: Sequence[int], inputs: Sequence[int], freed: Sequence[int]
-    ) -> list[int]:
-        """Return the most that each rank holds.
+    def peak(self, rank: int, sizes: Sequence[tuple[int, int, int]]) -> int:
+        """Return the most bytes that a rank holds.
 
         Args:
-            kept: What each stage keeps of a microbatch from F on, its input included.
-            inputs: The part of it that is the input.
-            freed: The part of it that I releases.
+            rank: Which.
+            sizes: For each of its stages what it keeps of a microbatch from F on, the part of it
+                that is the input, and the part of it that I releases.
         """
-        peaks = []
-        for stages, moments in zip(self.stages, self.moments, strict=True):
-            sizes = [(kept[at], inputs[at], kept[at] - freed[at]) for at in stages]
-            peaks.append(int((moments @ np.array(sizes, dtype=np.int64).ravel()).max(initial=0)))
-        return peaks
+        each = [(kept, inputs, kept - freed) for kept, inputs, freed in sizes]
+        flat = np.array(each, dtype=np.int64).ravel()
+        return int((self.moments[rank] @ flat).max(initial=0))
 
     def most_whole(self, rank: int) -> int:
         """Return how many whole activations a rank holds at most, of all its stages."""

@@ -47,14 +47,13 @@ class Loss:
             >>> Loss(candidate, 0.112, is_bound=True).text(best=0.1)
             'at least 12.0 % slower, m=8'
         """
+        candidate = self.candidate
+        copies = f", {candidate.num_ranks} ranks" if candidate.data_parallel > 1 else ""
+        where = f"m={candidate.num_microbatches}{copies}"
         if self.seconds is None:
-            return self.reason
-        slower = 100 * (self.seconds / best - 1)
+            return f"{self.reason}, {where}"
+        slower = f"{100 * (self.seconds / best - 1):.1f} % slower"
         if self.is_bound:
-            return f"at least {slower:.1f} % slower, m={self._count}"
+            return f"at least {slower}, {where}"
         assert self.bubble is not None
-        return f"{slower:.1f} % slower: bubble {100 * self.bubble:.0f} %, m={self._count}"
-
-    @property
-    def _count(self) -> int:
-        return self.candidate.num_microbatches
+        return f"{slower}: bubble {100 * self.bubble:.0f} %, {where}"

@@ -99,6 +99,11 @@ class Proposal:
         )
 
     @property
+    def has_graph(self) -> bool:
+        """Whether it was made for a model, not from costs alone."""
+        return self._graph is not None
+
+    @property
     def graph(self) -> Cuttable:
         """The captured model.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar, overload
 
+from stageline.capturing.graph import Cuttable
 from stageline.errors import ConfigError
 from stageline.partitioning.amounts import show_bytes
 from stageline.planning.candidates import Candidate, Method
@@ -46,6 +47,16 @@ class Proposals(Sequence[Proposal]):
 
     def __iter__(self) -> Iterator[Proposal]:
         return iter(self.found)
+
+    def of_graph(self, graph: Cuttable, opened_for: int) -> Proposals:
+        """Return the same for a model of which the blocks have these costs.
+
+        Args:
+            graph: The captured model.
+            opened_for: The number of stages for which it was opened.
+        """
+        found = (replace(one, _graph=graph, _opened_for=opened_for) for one in self.found)
+        return replace(self, found=tuple(found))
 
     @property
     def best(self) -> Proposal:
@@ -119,9 +130,7 @@ class Proposals(Sequence[Proposal]):
         return "\n\n".join(part for part in (self.table(), self.why(), counted) if part)
 
 
-def _nearest(
-    losses: Sequence[Loss], key: Callable[[Candidate], _Key]
-) -> dict[_Key, Loss]:
+def _nearest(losses: Sequence[Loss], key: Callable[[Candidate], _Key]) -> dict[_Key, Loss]:
     """Return the loss that came nearest for each key, those that came nearest first."""
     best: dict[_Key, Loss] = {}
     for loss in sorted(losses, key=lambda loss: loss.rank):

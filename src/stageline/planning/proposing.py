@@ -16,20 +16,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from stageline.errors import ConfigError
 from stageline.partitioning.amounts import show_bytes
 from stageline.partitioning.costs import ModelCosts
+from stageline.partitioning.device import Device
 from stageline.partitioning.weighing import COPIES_OF_PARAMETERS
-from stageline.planning.bounds import least_share, least_time
+from stageline.planning.asking import question_faults
+from stageline.planning.bounds import Metric, least_share, least_time
 from stageline.planning.candidates import AUTO, Candidate, Method, candidates, divisors, methods
-from stageline.planning.cutting import neighbours
-from stageline.planning.evaluating import Evaluator, Link, Metric
+from stageline.planning.evaluating import Evaluator
 from stageline.planning.losses import Loss
+from stageline.planning.moving import neighbours
 from stageline.planning.proposal import Prediction, Proposal
 from stageline.planning.proposals import Proposals
 from stageline.scheduling import Schedule
 
-_FEW_ACTIONS = 20_000
-"""Up to so many actions a schedule is simulated again and again to move single blocks."""
+_MOVED_ACTIONS = 2_000_000
+"""So many actions are simulated for each of the best to see whether blocks should move."""
 
 
 def propose(
@@ -37,7 +40,7 @@ def propose(
     *,
     ranks: int,
     batch_size: int,
-    link: Link | None = None,
+    device: Device | None = None,
     memory_limit: int | None = None,
     data_parallel: int | Literal["auto"] = 1,
     schedules: Sequence[str] | None = None,
@@ -60,16 +63,30 @@ def propose(
         costs: What the blocks cost, for microbatches of any number of rows.
         ranks: How many there are in all.
         batch_size: The rows of a step, of all copies together.
-        link: Between ranks; nothing takes time if left out.
-        memory_limit: What each rank has, in bytes.
+        device: What connects the ranks, and how much memory each has; if left out, nothing takes
+            time, and memory has no limit.
+        memory_limit: What each rank has, in bytes, if not the memory of the device.
         data_parallel: How many copies of the pipeline share the ranks; ``"auto"`` tries all.
         schedules: The names to try; all that can be run if left out.
         microbatches: The numbers of microbatches to try; those that cut the rows evenly, and powers
-            of two, if left out.
+            of two, from one per rank on, if left out.
         metric: What counts as the time of a step.
         parameter_copies: How often a rank keeps its parameters: weights, gradient, two moments.
         top: How many proposals to return.
     """
+    faults = question_faults(
+        ranks=ranks,
+        batch_size=batch_size,
+        data_parallel=data_parallel,
+        schedules=schedules,
+        microbatches=microbatches,
+        metric=metric,
+        top=top,
+    )
+    if faults:
+        raise ConfigError("propose", faults)
+    if memory_limit is None and device is not None:
+        memory_limit = device.memory
     ways = methods(schedules, recompute=memory_limit is not None)
     degrees = divisors(ranks) if data_parallel == "auto" else [data_parallel]
     every = candidates(
@@ -79,7 +96,7 @@ def propose(
         data_parallel=degrees,
         microbatches=microbatches,
     )
-    evaluator = Evaluator(costs, link or Link(), parameter_copies, metric)
+    evaluator = Evaluator(costs, device, parameter_copies, metric)
     search = _Search(evaluator, memory_limit, top, costs.origin)
     return search.run([each for each in every if each.method.schedule != AUTO])
 
@@ -113,7 +130,7 @@ class _Search:
             few = f"{cutter.num_blocks} blocks are too few for {candidate.num_stages} stages"
             return Loss(candidate, reason=few)
         if candidate.refusal is not None:
-            return Loss(candidate, reason=f"{candidate.refusal}, m={candidate.num_microbatches}")
+            return Loss(candidate, reason=candidate.refusal)
         share = cutter.fixed_bytes // candidate.num_ranks
         if self.limit is not None and share > self.limit:
             reason = self._too_much("parameters alone need", share)
@@ -134,8 +151,8 @@ class _Search:
         """Return the seconds that a candidate must stay below to matter."""
         found = sorted(one.predicted.seconds for one in self.best.values())
         last = found[self.top - 1] if len(found) >= self.top else float("inf")
-        own = self.best.get(method)
-        return last if own is None else min(last, own.predicted.seconds)
+        rivals = (self.best.get(rival) for rival in (method, method.keeping))
+        return min([last, *(one.predicted.seconds for one in rivals if one is not None)])
 
     def _try(self, candidate: Candidate, least: float) -> None:
         """Cut and simulate a candidate, unless it cannot win."""
@@ -169,8 +186,7 @@ class _Search:
             return sizes
         rank = needed.index(max(needed))
         reason = self._too_much(f"rank {rank} needs", max(needed))
-        many = f", m={candidate.num_microbatches}"
-        return Loss(candidate, needs=max(needed), reason=reason + many)
+        return Loss(candidate, needs=max(needed), reason=reason)
 
     def _least_cut(self, candidate: Candidate, sizes: Sequence[int]) -> float:
         costs = self.evaluator.simulated(candidate, sizes)
@@ -184,9 +200,7 @@ class _Search:
         )
         return self.evaluator.cutter(candidate.rows).fitting(candidate, holdings, self.limit)
 
-    def _proposal(
-        self, candidate: Candidate, sizes: Sequence[int], schedule: Schedule
-    ) -> Proposal:
+    def _proposal(self, candidate: Candidate, sizes: Sequence[int], schedule: Schedule) -> Proposal:
         return Proposal(
             sizes=tuple(sizes),
             placement=candidate.method.placement(candidate.num_ranks),
@@ -207,6 +221,8 @@ class _Search:
         self.losses += [_slower(one) for one in (before, proposal) if one not in (None, better)]
 
     def _proposals(self, num_candidates: int) -> Proposals:
+        useless = [one for one in self.best.values() if self._needs_no_r(one)]
+        self.losses += [_slower(self.best.pop(one.method)) for one in useless]
         ranked = sorted(self.best.values(), key=_order)
         found = sorted((self._moved(one) for one in ranked[: self.top]), key=_order)
         self.losses += [_slower(one) for one in ranked[self.top :]]
@@ -218,17 +234,24 @@ class _Search:
             self.limit,
         )
 
+    def _needs_no_r(self, proposal: Proposal) -> bool:
+        """Whether the same schedule is as fast, and fits, without recomputing anything."""
+        other = self.best.get(proposal.method.keeping)
+        return other not in (None, proposal) and _order(other) < _order(proposal)
+
     def _moved(self, proposal: Proposal) -> Proposal:
         """Move single blocks between neighbours as long as the simulated step gets shorter."""
-        if len(proposal.schedule) > _FEW_ACTIONS:
-            return proposal
-        while True:
-            others = [self._proposal_of(proposal, sizes) for sizes in neighbours(proposal.sizes)]
-            fitting = [one for one in others if self._fits(one.predicted)]
-            better = min(fitting, key=_order, default=proposal)
-            if better.predicted.seconds >= proposal.predicted.seconds:
-                return proposal
-            proposal = better
+        tries = _MOVED_ACTIONS // len(proposal.schedule)
+        found = True
+        while found:
+            found = False
+            for sizes in neighbours(proposal.sizes)[:tries]:
+                tries -= 1
+                other = self._proposal_of(proposal, sizes)
+                if self._fits(other.predicted) and _order(other) < _order(proposal):
+                    proposal, found = other, True
+                    break
+        return proposal
 
     def _proposal_of(self, proposal: Proposal, sizes: Sequence[int]) -> Proposal:
         return self._proposal(proposal.candidate, sizes, proposal.schedule)
