@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from stageline.errors import ConfigError
+from stageline.wording import milliseconds
 
 
 class _Event(Protocol):
@@ -34,7 +35,7 @@ class Comparison:
 
     Example:
         >>> print(Comparison(predicted=0.110, measured=(0.100, 0.098, 0.104)))
-        predicted 110.0 ms, measured 100.0 ms (median of 3, 98.0 .. 104.0 ms): 10.0 % too long
+        predicted 110.0 ms, measured 100.0 ms (median of 3, 98 .. 104.0 ms): 10.0 % too long
 
     Attributes:
         predicted: Seconds of a step.
@@ -57,11 +58,11 @@ class Comparison:
     def __str__(self) -> str:
         several = ""
         if len(self.measured) > 1:
-            low, high = (1e3 * each(self.measured) for each in (min, max))
-            several = f" (median of {len(self.measured)}, {low:.1f} .. {high:.1f} ms)"
+            low, high = (milliseconds(each(self.measured)) for each in (min, max))
+            several = f" (median of {len(self.measured)}, {low} .. {high} ms)"
         direction = "too long" if self.error >= 0 else "too short"
         return (
-            f"predicted {1e3 * self.predicted:.1f} ms, measured {1e3 * self.seconds:.1f} ms"
+            f"predicted {milliseconds(self.predicted)} ms, measured {milliseconds(self.seconds)} ms"
             f"{several}: {100 * abs(self.error):.1f} % {direction}"
         )
 

@@ -51,7 +51,7 @@ class Loss:
         copies = f", {candidate.num_ranks} ranks" if candidate.data_parallel > 1 else ""
         where = f"m={candidate.num_microbatches}{copies}"
         if self.seconds is None:
-            return f"{self.reason}, {where}"
+            return self.reason if self.needs is None else f"{self.reason}, {where}"
         slower = f"{100 * (self.seconds / best - 1):.1f} % slower"
         if self.is_bound:
             return f"at least {slower}, {where}"

@@ -15,7 +15,7 @@ from stageline.partitioning.plan import Plan
 from stageline.planning.candidates import Candidate, Method
 from stageline.planning.comparing import Comparison, Measured, seconds_of
 from stageline.scheduling import Schedule
-from stageline.wording import aligned
+from stageline.wording import aligned, milliseconds
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Proposal:
             "rank": [str(rank) for rank in each],
             "stages": [" ".join(str(stage) for stage in stages) for stages in held],
             "blocks": [str(sum(self.sizes[stage] for stage in stages)) for stages in held],
-            "busy ms": [f"{busy / 1e6:.1f}" for busy in predicted.busy],
+            "busy ms": [milliseconds(busy / 1e9) for busy in predicted.busy],
             "idle": [f"{100 * (wall - busy) / wall:.0f} %" for busy in predicted.busy],
             "parameters": [show_bytes(size) for size in predicted.parameter_bytes],
             "activations": [show_bytes(size) for size in predicted.activation_bytes],
@@ -156,20 +156,21 @@ class Proposal:
         rank = predicted.busy.index(longest)
         even = sum(predicted.busy) / len(predicted.busy)
         fullest = max(predicted.memory)
-        total = 1e3 * predicted.seconds
+        parts = [even, longest - even, predicted.T - longest]
+        shared, uneven, waiting = (milliseconds(part / 1e9) for part in parts)
         lines = [
             str(self),
-            f"{even / 1e6:.1f} ms of work for each rank if it were shared evenly",
-            f"{(longest - even) / 1e6:.1f} ms more because rank {rank} has the most of it",
-            f"{(predicted.T - longest) / 1e6:.1f} ms in which rank {rank} waits: the schedule",
+            f"{shared} ms of work for each rank if it were shared evenly",
+            f"{uneven} ms more because rank {rank} has the most of it",
+            f"{waiting} ms in which rank {rank} waits: the schedule",
         ]
         if self.data_parallel > 1:
             lines.append(
-                f"{1e3 * predicted.reduction:.1f} ms to add up the gradients of "
+                f"{milliseconds(predicted.reduction)} ms to add up the gradients of "
                 f"{self.data_parallel} copies"
             )
         lines += [
-            f"{total:.1f} ms in all, bubble {100 * predicted.bubble:.1f} %",
+            f"{milliseconds(predicted.seconds)} ms in all, bubble {100 * predicted.bubble:.1f} %",
             f"fullest: rank {predicted.memory.index(fullest)} with {show_bytes(fullest)}",
             f"costs: {self.origin}",
         ]
@@ -186,7 +187,7 @@ class Proposal:
 
     def __str__(self) -> str:
         return (
-            f"{self.candidate}: {1e3 * self.predicted.seconds:.1f} ms, "
+            f"{self.candidate}: {milliseconds(self.predicted.seconds)} ms, "
             f"bubble {100 * self.predicted.bubble:.1f} %"
         )
 

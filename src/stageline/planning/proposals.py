@@ -12,7 +12,7 @@ from stageline.partitioning.amounts import show_bytes
 from stageline.planning.candidates import Candidate, Method
 from stageline.planning.losses import Loss
 from stageline.planning.proposal import Proposal
-from stageline.wording import aligned
+from stageline.wording import aligned, milliseconds
 
 _Key = TypeVar("_Key", Method, int)
 
@@ -82,7 +82,7 @@ class Proposals(Sequence[Proposal]):
             "blocks": [_sizes(one.sizes) for one in each],
             "m": [str(one.num_microbatches) for one in each],
             "rows": [str(one.rows) for one in each],
-            "step ms": [f"{1e3 * one.predicted.seconds:.1f}" for one in each],
+            "step ms": [milliseconds(one.predicted.seconds) for one in each],
             "bubble": [f"{100 * one.predicted.bubble:.1f} %" for one in each],
             "memory per rank": [_memory(one.predicted.memory) for one in each],
         }
@@ -118,8 +118,11 @@ class Proposals(Sequence[Proposal]):
         degrees = self.degrees()
         if len({loss.candidate.data_parallel for loss in self.losses}) > 1:
             lost |= {f"data_parallel={degree}": text for degree, text in degrees.items()}
-        columns = {"schedule": list(lost), "why it lost": list(lost.values())}
-        return aligned(columns, left=("schedule", "why it lost")) if lost else ""
+        names: dict[str, list[str]] = {}
+        for name, text in lost.items():
+            names.setdefault(text, []).append(name)
+        columns = {"schedule": [_few(each) for each in names.values()], "why it lost": list(names)}
+        return aligned(columns, left=list(columns)) if lost else ""
 
     def __str__(self) -> str:
         counted = f"{self.num_candidates} candidates, {self.num_simulated} simulated"
@@ -136,6 +139,17 @@ def _nearest(losses: Sequence[Loss], key: Callable[[Candidate], _Key]) -> dict[_
     for loss in sorted(losses, key=lambda loss: loss.rank):
         best.setdefault(key(loss.candidate), loss)
     return best
+
+
+def _few(names: Sequence[str]) -> str:
+    """Return some names, and how many more there are.
+
+    Example:
+        >>> _few(["a", "b"]), _few(["a", "b", "c", "d"])
+        ('a, b', 'a, b and 2 more')
+    """
+    more = f" and {len(names) - 2} more" if len(names) > 3 else ""
+    return ", ".join(names[:2] if more else names) + more
 
 
 def _ranks(proposal: Proposal) -> str:

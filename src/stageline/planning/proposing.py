@@ -130,7 +130,7 @@ class _Search:
             few = f"{cutter.num_blocks} blocks are too few for {candidate.num_stages} stages"
             return Loss(candidate, reason=few)
         if candidate.refusal is not None:
-            return Loss(candidate, reason=candidate.refusal)
+            return Loss(candidate, reason=f"{candidate.refusal}, m={candidate.num_microbatches}")
         share = cutter.fixed_bytes // candidate.num_ranks
         if self.limit is not None and share > self.limit:
             reason = self._too_much("parameters alone need", share)
