@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.partitioning import balance
-from stageline.partitioning.balance import Problem, _near_average, running_sum
+from stageline.partitioning.balance import Problem, _near_average, earliest_begins, running_sum
 
 # PipeDream's published VGG16 profile, forward and backward of 40 pieces in microseconds.
 VGG16 = [
@@ -139,7 +139,8 @@ def test_parts_near_the_average_have_the_same_largest(chain: tuple[list[int], in
     costs, num_parts = chain
     ends = [running_sum(costs)] * num_parts
     largest = max(part_costs(costs, balance(costs, num_parts)))
-    sizes = _near_average(Problem(ends, ends, ends, limit=largest), largest)
+    limits = [earliest_begins(ends[0], ends[0], largest)] * num_parts
+    sizes = _near_average(Problem(ends, ends, limits), largest)
     assert sum(sizes) == len(costs)
     assert min(sizes) >= 1
     assert max(part_costs(costs, sizes)) == largest

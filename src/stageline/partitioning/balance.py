@@ -23,6 +23,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 _Places = NDArray[np.int64]
+_Starts = NDArray[np.intp]
 _Number = TypeVar("_Number", np.int64, np.float64)
 
 _NEVER = -(2**62)
@@ -34,19 +35,18 @@ _MOST_STEPS = 400_000_000
 
 @dataclass(frozen=True)
 class Problem:
-    """What parts cost, and what they may weigh at most.
+    """What parts cost, and how long they may be.
 
     Attributes:
         heads: For each part, a number per place: see the picture above.
         tails: The same for the place where the part begins.
-        weights: For each part, running sums of what its items weigh; None if nothing is limited.
-        limit: What a part may weigh.
+        earliest: For each part, the first place where it may begin if it ends at a place; None if
+            nothing is limited.
     """
 
     heads: Sequence[_Places]
     tails: Sequence[_Places]
-    weights: Sequence[_Places] | None = None
-    limit: int = 0
+    earliest: Sequence[_Starts] | None = None
 
     @property
     def num_parts(self) -> int:
@@ -78,7 +78,7 @@ def running_sum(values: Sequence[int]) -> _Places:
 
 
 def solve(problem: Problem) -> list[int] | None:
-    """Return how many items each part gets, or None if no cut keeps the limit on weights."""
+    """Return how many items each part gets, or None if no cut keeps parts as short as they must."""
     low, high = 0, _most_of_any(problem)
     if not _is_possible(problem, high):
         return None
@@ -96,8 +96,23 @@ def solve(problem: Problem) -> list[int] | None:
 
 
 def has_solution(problem: Problem) -> bool:
-    """Whether some cut keeps the limit on weights."""
+    """Whether some cut keeps parts as short as they must be."""
     return _is_possible(problem, _most_of_any(problem))
+
+
+def earliest_begins(heads: _Places, tails: _Places, limit: int) -> _Starts:
+    """Return, for every end, the first place from which on a part weighs no more than the limit.
+
+    A part from a to b weighs ``heads[b] - tails[a]``. Where a shorter part weighs more, the longer
+    ones are not allowed either.
+
+    Example:
+        >>> sums = running_sum([3, 1, 2])
+        >>> earliest_begins(sums, sums, limit=3).tolist()
+        [0, 0, 1, 1]
+    """
+    rising = np.minimum.accumulate(tails[::-1])[::-1]
+    return np.searchsorted(rising, heads - limit)
 
 
 def _most_of_any(problem: Problem) -> int:
@@ -125,15 +140,13 @@ def _ends_of(
     """Return the places where a part can end that begins at one of these places.
 
     For each end, the cheapest beginning is the one with the highest tail, so one maximum over all
-    earlier places decides; with weights, over those places that are near enough.
+    earlier places decides; with a limit, over those places that are near enough.
     """
     tails = np.where(begins, problem.tails[part], _NEVER)
-    if problem.weights is None:
+    if problem.earliest is None:
         highest = np.maximum.accumulate(tails)[:-1]
     else:
-        weights = problem.weights[part]
-        first = np.searchsorted(weights, weights - problem.limit)  # the earliest light enough
-        highest = _highest_between(tails, first[1:])
+        highest = _highest_between(tails, problem.earliest[part][1:])
     ends = np.zeros_like(begins)
     ends[1:] = highest >= problem.heads[part][1:] - most
     return ends
@@ -194,9 +207,9 @@ def _squares(problem: Problem, part: int, most: int, width: int) -> NDArray[np.f
     """Return the square of the cost of every part, infinite for those that are not allowed."""
     costs = problem.heads[part][:, None] - _windows(problem.tails[part], width, _NEVER)
     allowed = costs <= most
-    if problem.weights is not None:
-        weights = problem.weights[part]
-        allowed &= weights[:, None] - _windows(weights, width, _NEVER) <= problem.limit
+    if problem.earliest is not None:
+        places = np.arange(problem.num_items + 1)
+        allowed &= _windows(places, width, _NEVER) >= problem.earliest[part][:, None]
     scale = max(float(most), 1.0)
     return np.where(allowed, (costs / scale) ** 2, np.inf)
 
@@ -208,7 +221,8 @@ def _windows(values: NDArray[_Number], width: int, outside: float) -> NDArray[_N
 
 
 def _is_like_the_last(problem: Problem, part: int) -> bool:
-    tables = (problem.heads, problem.tails, problem.weights)
+    tables: tuple[Sequence[object] | None, ...]
+    tables = (problem.heads, problem.tails, problem.earliest)
     return all(table is None or table[part] is table[part - 1] for table in tables)
 
 
@@ -222,9 +236,8 @@ def _near_average(problem: Problem, most: int) -> list[int]:
         tails = problem.tails[part][:stop]
         costs = problem.heads[part][stop] - tails
         allowed = reached[part][:stop] & (costs <= most)
-        if problem.weights is not None:
-            weights = problem.weights[part]
-            allowed &= weights[stop] - weights[:stop] <= problem.limit
+        if problem.earliest is not None:
+            allowed &= np.arange(stop) >= problem.earliest[part][stop]
         average = (problem.heads[part][stop] - tails[0]) / (part + 1)
         begin = int(np.where(allowed, np.abs(costs - average), np.inf).argmin())
         sizes.append(stop - begin)

@@ -15,6 +15,7 @@ from stageline.capturing.staged import StagedModel, VariantStage
 from stageline.errors import ConfigError
 from stageline.partitioning import splits
 from stageline.partitioning.amounts import read_bytes
+from stageline.partitioning.budget import Budget
 from stageline.partitioning.partition import decided, option_faults
 from stageline.partitioning.plan import Plan
 from stageline.partitioning.sources import StageSource, chain_source, cut_model, is_chain
@@ -113,7 +114,7 @@ def cut_any(
             decide,
             example.balance,
             example.memory_limit,
-            example.ranks if example.memory_limit is not None else None,
+            Budget(num_ranks=example.ranks if example.memory_limit is not None else None),
         )
     except ConfigError as error:
         return CutModel(), list(error.findings)

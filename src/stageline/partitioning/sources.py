@@ -19,6 +19,7 @@ from stageline.capturing.streams.frames import Event, Frame, Route, route_of
 from stageline.capturing.streams.keys import MODEL, ROOT, inside, number_of
 from stageline.capturing.streams.tracking import numbers_of
 from stageline.partitioning import splits
+from stageline.partitioning.budget import Budget
 from stageline.partitioning.weighing import Balance
 
 StageLike = nn.Module | Callable[..., Any]
@@ -71,8 +72,10 @@ def cut_model(
         faults.append("model: it has no children but CutPoints")
     if faults:
         return [], faults
-    resolve = partial(splits.resolve, chain, split, balance=balance)
-    cuts, faults = decide(chain, partial(resolve, memory_limit=memory_limit, num_ranks=ranks))
+    budget = Budget(memory_limit, None if memory_limit is None else ranks)
+    cuts, faults = decide(
+        chain, partial(splits.resolve, chain, split, balance=balance, budget=budget)
+    )
     if faults:
         return [], faults
     ends = [0, *cuts, chain.num_nodes]
