@@ -1,7 +1,8 @@
-"""Proposals: the winner is the one that simulating everything finds, and limits are kept exactly."""
+"""Proposals: the winner is that of simulating everything, and limits are kept to the byte."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -39,7 +40,7 @@ def best_of_all(
     costs: ModelCosts, ranks: int, batch: int, limit: int | None, degrees: list[int]
 ) -> float:
     """Simulate every candidate with every cut; return the seconds of the best that fits."""
-    judge = Evaluator(costs, SLOW, copies=4, metric="T")
+    judge = Evaluator(costs, SLOW, metric="T")
     found = []
     for each in every_candidate(ranks, batch, recompute=limit is not None, degrees=degrees):
         if each.num_stages > len(costs.blocks):
@@ -73,15 +74,17 @@ def test_copies_win_where_the_model_is_small() -> None:
     )
     assert found.best.data_parallel == 8
     assert found.best.predicted.T == 8 * 30
-    slow = Device("by hand", {"float32": 1.0}, 1.0, link=Link(latency=1e-6, bandwidth=1e9))
-    found = propose(
-        costs, ranks=8, batch_size=8, device=slow, data_parallel="auto", schedules=["1f1b"]
-    )
-    one = found.best
-    assert one.data_parallel == 1 or one.predicted.reduction == pytest.approx(
-        2 * (one.data_parallel - 1) * 1e-9 * (1000 + -(-160 // one.num_ranks) / one.data_parallel),
-        rel=0.02,
-    )
+
+
+def test_the_copies_of_a_rank_add_up_their_gradients_around_a_ring() -> None:
+    """Of 40 bytes each sends a quarter, six times; a byte and a hop take 1 and 5 ns."""
+    judge = Evaluator(layers(8), SLOW, metric="T")
+    copies = Candidate(Method("1f1b"), 4, 4, 2, rows=1)
+    assert judge.reduction(copies, 40) == 6 * (5 + 10)
+    alone = judge.predict(replace(copies, data_parallel=1), (2, 2, 2, 2), copies.method.build(4, 2))
+    predicted = judge.predict(copies, (2, 2, 2, 2), copies.method.build(4, 2))
+    assert predicted.reduction == pytest.approx(90e-9)
+    assert predicted.seconds == pytest.approx(alone.seconds + 90e-9)
 
 
 @pytest.mark.parametrize("limit", [700, 900, 1500])
@@ -102,7 +105,7 @@ def test_no_proposal_is_above_the_limit_and_no_loser_was_below(limit: int) -> No
 
 def test_one_stage_per_rank_is_cut_so_that_the_longest_is_shortest() -> None:
     costs = uneven(9, seed=2)
-    cutter = Cutter(costs, copies=4)
+    cutter = Cutter(costs)
     candidate = Candidate(Method("1f1b"), 1, 3, 5, rows=1)
 
     def longest(sizes: tuple[int, ...]) -> int:
@@ -114,7 +117,7 @@ def test_one_stage_per_rank_is_cut_so_that_the_longest_is_shortest() -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "gpipe"])
 def test_one_stage_per_rank_within_a_limit_is_found_if_there_is_one(name: str) -> None:
     costs = uneven(9, seed=3)
-    cutter = Cutter(costs, copies=4)
+    cutter = Cutter(costs)
     candidate = Candidate(Method(name), 1, 3, 5, rows=1)
     holdings = Holdings.of(candidate.method.build(3, 5))
     most = [max(cutter.needs(sizes, holdings)) for sizes in all_cuts(9, 3)]
@@ -127,7 +130,7 @@ def test_bounds_are_never_above_the_simulated_time() -> None:
     for ranks, batch in ((2, 5), (3, 6), (4, 8)):
         for each in every_candidate(ranks, batch, recompute=True, degrees=[1]):
             costs = uneven(each.num_stages + 2, seed=batch)
-            judge = Evaluator(costs, SLOW, copies=4, metric="T")
+            judge = Evaluator(costs, SLOW, metric="T")
             sizes = (2, *(1,) * (each.num_stages - 2), 2)
             told = judge.simulated(each, sizes)
             simulated = simulate(each.method.build(ranks, each.num_microbatches), told)
@@ -140,10 +143,9 @@ def test_why_the_others_lost() -> None:
     reasons = found.reasons()
     assert reasons["interleaved x4"] == "8 blocks are too few for 16 stages"
     assert reasons["dualpipe-v x2"] == "needs m >= 2p, m=6"
-    assert reasons["gpipe"].startswith("rank 0 needs 640 B of 7") or "slower" in reasons["gpipe"]
     assert "% slower: bubble" in reasons["1f1b"]
     assert not set(reasons) & {str(one.method) for one in found}
-    assert found.why().splitlines()[0] == "schedule               why it lost"
+    assert all(text in found.why() for text in reasons.values())
 
 
 def test_a_rank_that_needs_too_much_is_named() -> None:

@@ -15,8 +15,10 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.partitioning.balance import Problem, running_sum, solve
+from stageline.partitioning.balance import Problem, earliest_begins, running_sum, solve
+from stageline.partitioning.blocks import COPIES_OF_PARAMETERS, Blocks
 from stageline.partitioning.costs import BlockCosts, ModelCosts
+from stageline.partitioning.holding import Holding
 from stageline.planning.candidates import Candidate
 from stageline.planning.holdings import Holdings
 from stageline.planning.moving import Sizes, improved
@@ -27,12 +29,10 @@ class Cutter:
 
     Args:
         costs: What its blocks cost.
-        copies: How often a rank keeps its parameters: weights, gradients, optimizer.
     """
 
-    def __init__(self, costs: ModelCosts, copies: int) -> None:
+    def __init__(self, costs: ModelCosts) -> None:
         self.costs = costs
-        self._copies = copies
         blocks = costs.blocks
         self.num_blocks = len(blocks)
         self._forward = running_sum([block.forward for block in blocks])
@@ -40,8 +40,7 @@ class Cutter:
         self._split = running_sum(
             [block.forward + block.input_gradient + block.weight_gradient for block in blocks]
         )
-        self._fixed = running_sum([block.parameter_bytes * copies for block in blocks])
-        self._kept = running_sum([block.input_bytes + block.activation_bytes for block in blocks])
+        self._blocks = Blocks.of_costs(costs, ())
         self._stage = lru_cache(maxsize=None)(self._joined)
         self._balanced = lru_cache(maxsize=None)(self._balance)
 
@@ -57,8 +56,8 @@ class Cutter:
 
     @property
     def fixed_bytes(self) -> int:
-        """What the parameters of the whole model take."""
-        return int(self._fixed[-1])
+        """What the parameters of the whole model take, with gradients and optimizer."""
+        return COPIES_OF_PARAMETERS * sum(self._blocks.parameter_bytes)
 
     def even(self, candidate: Candidate) -> Sizes:
         """Return how many blocks each stage gets, whatever memory that takes."""
@@ -92,7 +91,7 @@ class Cutter:
                 for stage in stages
             ],
         )
-        return held + sum(stage.parameter_bytes for stage in stages) * self._copies
+        return held + sum(stage.parameter_bytes for stage in stages) * COPIES_OF_PARAMETERS
 
     def _joined(self, begin: int, end: int) -> BlockCosts:
         part = replace(self.costs, blocks=self.costs.blocks[begin:end], others=())
@@ -111,13 +110,18 @@ class Cutter:
 
     def _within(self, candidate: Candidate, holdings: Holdings, limit: int) -> Sizes | None:
         """Return the most even cut with an equal share of the limit for each stage of a rank."""
-        method, placement = candidate.method, candidate.method.placement(candidate.num_ranks)
+        method = candidate.method
         times = [self._times(method.splits_backward, method.recompute)] * candidate.num_stages
-        each = method.stages_per_rank
-        whole = {rank: -(-holdings.most_whole(rank) // each) for rank in range(candidate.num_ranks)}
-        made = {count: self._fixed + self._kept * count for count in set(whole.values())}
-        weights = [made[whole[rank]] for rank in placement]
-        sizes = solve(Problem(times, times, weights, limit // each))
+        share = limit // method.stages_per_rank
+        known: dict[tuple[Holding, ...], NDArray[np.intp]] = {}
+        earliest = []
+        for moments in holdings.by_stage():
+            if moments not in known:
+                tables = (self._blocks.memory(moment) for moment in moments)
+                begins = [earliest_begins(*table, share) for table in tables]
+                known[moments] = np.maximum.reduce(begins)
+            earliest.append(known[moments])
+        sizes = solve(Problem(times, times, earliest))
         return None if sizes is None else tuple(sizes)
 
     def _moved(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
+from stageline.partitioning.blocks import COPIES_OF_PARAMETERS
 from stageline.partitioning.costs import ModelCosts
 from stageline.partitioning.device import Device
 from stageline.planning.bounds import Metric
@@ -23,14 +24,11 @@ class Evaluator:
     Args:
         costs: Of its blocks.
         device: What connects the ranks. Those of a pipeline lie side by side, and so do its copies.
-        copies: How often a rank keeps its parameters.
         metric: What counts as the time of a step.
     """
 
-    def __init__(
-        self, costs: ModelCosts, device: Device | None, copies: int, metric: Metric
-    ) -> None:
-        self._costs, self._device, self._copies = costs, device, copies
+    def __init__(self, costs: ModelCosts, device: Device | None, metric: Metric) -> None:
+        self._costs, self._device = costs, device
         self.metric = metric
         self.cutter = lru_cache(maxsize=None)(self._cutter)
         self.schedule = lru_cache(maxsize=8)(_build)
@@ -38,7 +36,7 @@ class Evaluator:
         self.num_simulated = 0
 
     def _cutter(self, rows: int) -> Cutter:
-        return Cutter(self._costs.at(rows), self._copies)
+        return Cutter(self._costs.at(rows))
 
     def _holdings(self, method: Method, num_ranks: int, num_microbatches: int) -> Holdings:
         return Holdings.of(self.schedule(method, num_ranks, num_microbatches))
@@ -66,7 +64,7 @@ class Evaluator:
 
     def least_reduction(self, candidate: Candidate) -> int:
         """Return the same for the fullest rank, however the model is cut."""
-        whole = self.cutter(candidate.rows).fixed_bytes // self._copies
+        whole = self.cutter(candidate.rows).fixed_bytes // COPIES_OF_PARAMETERS
         return self.reduction(candidate, whole // candidate.num_ranks)
 
     def needs(self, candidate: Candidate, sizes: Sequence[int], schedule: Schedule) -> list[int]:
@@ -74,7 +72,9 @@ class Evaluator:
         held = peak_bytes(schedule, self.cutter(candidate.rows).costs.simulated(sizes))
         assert held is not None  # costs of models know their activations
         fixed = self._parameters(candidate, sizes)
-        return [int(peak) + size * self._copies for peak, size in zip(held, fixed, strict=True)]
+        return [
+            int(peak) + size * COPIES_OF_PARAMETERS for peak, size in zip(held, fixed, strict=True)
+        ]
 
     def _parameters(self, candidate: Candidate, sizes: Sequence[int]) -> list[int]:
         """Return the bytes of the parameters of each rank, once."""
@@ -91,7 +91,7 @@ class Evaluator:
         simulation = simulate(schedule, self.simulated(candidate, sizes))
         fixed = self._parameters(candidate, sizes)
         reduction = self.reduction(candidate, max(fixed))
-        kept = [size * self._copies for size in fixed]
+        kept = [size * COPIES_OF_PARAMETERS for size in fixed]
         return _prediction(simulation, reduction, kept, self.metric)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from stageline.partitioning.holding import Holding
 from stageline.scheduling import Kind, Schedule
 from stageline.scheduling.schedule import Row
 
@@ -69,10 +70,14 @@ class Holdings:
         flat = np.array(each, dtype=np.int64).ravel()
         return int((self.moments[rank] @ flat).max(initial=0))
 
-    def most_whole(self, rank: int) -> int:
-        """Return how many whole activations a rank holds at most, of all its stages."""
-        moments = self.moments[rank]
-        return int(moments[:, WHOLE::3].sum(axis=1).max(initial=0))
+    def by_stage(self) -> list[tuple[Holding, ...]]:
+        """Return the moments of each stage, as if it had a rank to itself."""
+        found: dict[int, tuple[Holding, ...]] = {}
+        for stages, moments in zip(self.stages, self.moments, strict=True):
+            for column, stage in enumerate(stages):
+                own = _worst(moments[:, 3 * column : 3 * column + 3]).tolist()
+                found[stage] = tuple(Holding(whole, half, inputs) for whole, inputs, half in own)
+        return [found[stage] for stage in sorted(found)]
 
 
 def _moments(row: Row, stages: tuple[int, ...]) -> Counts:

@@ -20,7 +20,6 @@ from stageline.errors import ConfigError
 from stageline.partitioning.amounts import show_bytes
 from stageline.partitioning.costs import ModelCosts
 from stageline.partitioning.device import Device
-from stageline.partitioning.weighing import COPIES_OF_PARAMETERS
 from stageline.planning.asking import question_faults
 from stageline.planning.bounds import Metric, least_share, least_time
 from stageline.planning.candidates import AUTO, Candidate, Method, candidates, divisors, methods
@@ -46,7 +45,6 @@ def propose(
     schedules: Sequence[str] | None = None,
     microbatches: Sequence[int] | None = None,
     metric: Metric = "T",
-    parameter_copies: int = COPIES_OF_PARAMETERS,
     top: int = 5,
 ) -> Proposals:
     """Return the best ways to run a model of which the costs are known.
@@ -71,7 +69,6 @@ def propose(
         microbatches: The numbers of microbatches to try; those that cut the rows evenly, and powers
             of two, from one per rank on, if left out.
         metric: What counts as the time of a step.
-        parameter_copies: How often a rank keeps its parameters: weights, gradient, two moments.
         top: How many proposals to return.
     """
     faults = question_faults(
@@ -96,7 +93,7 @@ def propose(
         data_parallel=degrees,
         microbatches=microbatches,
     )
-    evaluator = Evaluator(costs, device, parameter_copies, metric)
+    evaluator = Evaluator(costs, device, metric)
     search = _Search(evaluator, memory_limit, top, costs.origin)
     return search.run([each for each in every if each.method.schedule != AUTO])
 
