@@ -169,7 +169,7 @@ class Bench:
     ) -> BlockCosts:
         times = {what: median(found) for (what, block), found in samples.items() if block == index}
         # Bridges are built in F; only schedules with I and W pay for them.
-        bridges = max(times["F split"] - times["F"], 0)
+        bridges = max(times["F split"] - times["F"], 0) if memory.is_split else 0
         load = self._graph.load(*span)
         kept = memory.after_forward - memory.after_weight_gradient
         is_last = index == len(packets) - 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ class StageMemory:
         after_weight_gradient: After W; nothing, unless the stage itself keeps something.
         output_bytes: The part of its graph that is its own output: a stage that goes on from there
             does not hold that a second time.
+        is_split: Whether something was left for W, so that I and W both have work.
     """
 
     input_bytes: int
@@ -43,6 +44,7 @@ class StageMemory:
     after_input_gradient: int
     after_weight_gradient: int
     output_bytes: int = 0
+    is_split: bool = field(default=True, compare=False)
 
     @property
     def released_by_i(self) -> float:
@@ -141,7 +143,8 @@ def measure_call(
         deferred.run()
         given_back = [parameter.grad for parameter in stage.parameters()]
         after_weight = alive.count([*state, *own, *given_back])
-    return StageMemory(input_bytes, after_forward, after_input, after_weight, output_bytes), kept
+    held = (input_bytes, after_forward, after_input, after_weight, output_bytes)
+    return StageMemory(*held, is_split=bool(deferred.places)), kept
 
 
 def _copied(packet: Packet) -> Packet:

@@ -14,7 +14,8 @@ to receive at a place is taken off the tails, what it costs to send is added to 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import TypeVar
 
@@ -48,6 +49,12 @@ class Problem:
     tails: Sequence[_Places]
     earliest: Sequence[_Starts] | None = None
 
+    @cached_property
+    def has_rising_tails(self) -> list[bool]:
+        """Whether a part that begins later never costs more, for each part."""
+        known = {id(tails): bool((np.diff(tails) >= 0).all()) for tails in self.tails}
+        return [known[id(tails)] for tails in self.tails]
+
     @property
     def num_parts(self) -> int:
         return len(self.heads)
@@ -79,15 +86,9 @@ def running_sum(values: Sequence[int]) -> _Places:
 
 def solve(problem: Problem) -> list[int] | None:
     """Return how many items each part gets, or None if no cut keeps parts as short as they must."""
-    low, high = 0, _most_of_any(problem)
-    if not _is_possible(problem, high):
+    if not has_solution(problem):
         return None
-    while low < high:
-        middle = (low + high) // 2
-        if _is_possible(problem, middle):
-            high = middle
-        else:
-            low = middle + 1
+    low = _cheapest(problem)
     width = _longest_part(problem, low)
     parts = width * problem.num_items
     if parts > _MOST_PARTS or parts * problem.num_parts > _MOST_STEPS:
@@ -120,11 +121,30 @@ def _most_of_any(problem: Problem) -> int:
     return highest - min(int(tail.min()) for tail in problem.tails)
 
 
+def _cheapest(problem: Problem) -> int:
+    """Return how cheap the costliest part can be."""
+    total = int(problem.heads[-1][-1] - problem.tails[0][0])
+    low, high = max(0, -(-total // problem.num_parts)), _most_of_any(problem)
+    if problem.earliest is not None:  # looking at fewer cuts cannot make it cheaper
+        low = _cheapest(replace(problem, earliest=None))
+        if _is_possible(problem, low):
+            return low
+    while low < high:
+        middle = (low + high) // 2
+        if _is_possible(problem, middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
 def _is_possible(problem: Problem, most: int) -> bool:
     """Whether some cut has no part that costs more."""
     reached = _start(problem)
     for part in range(problem.num_parts):
         reached = _ends_of(problem, part, reached, most)
+        if not reached.any():
+            return False
     return bool(reached[-1])
 
 
@@ -142,13 +162,22 @@ def _ends_of(
     For each end, the cheapest beginning is the one with the highest tail, so one maximum over all
     earlier places decides; with a limit, over those places that are near enough.
     """
+    ends = np.zeros_like(begins)
+    wanted = problem.heads[part][1:] - most
+    if problem.earliest is not None and problem.has_rising_tails[part]:
+        # All places from some on are cheap enough: is one of them a beginning?
+        cheap = np.searchsorted(problem.tails[part], wanted)
+        first = np.maximum(problem.earliest[part][1:], cheap)
+        count = np.concatenate([[0], np.cumsum(begins)])
+        places = np.arange(len(first))
+        ends[1:] = count[places + 1] > count[np.minimum(first, places + 1)]
+        return ends
     tails = np.where(begins, problem.tails[part], _NEVER)
     if problem.earliest is None:
         highest = np.maximum.accumulate(tails)[:-1]
     else:
         highest = _highest_between(tails, problem.earliest[part][1:])
-    ends = np.zeros_like(begins)
-    ends[1:] = highest >= problem.heads[part][1:] - most
+    ends[1:] = highest >= wanted
     return ends
 
 
@@ -170,10 +199,16 @@ def _highest_between(values: _Places, first: NDArray[np.intp]) -> _Places:
 
 
 def _longest_part(problem: Problem, most: int) -> int:
-    """Return how many items a part can have at most; the last part is the least restricted."""
-    tails = np.maximum.accumulate(problem.tails[-1])
-    first = np.searchsorted(tails, problem.heads[-1] - most)
-    return max(1, int((np.arange(problem.num_items + 1) - first).max()))
+    """Return how many items a part can have at most."""
+    places = np.arange(problem.num_items + 1)
+    longest, cheap = 1, places
+    for part in range(problem.num_parts):
+        if part == 0 or not _costs_like_the_last(problem, part):
+            tails = np.maximum.accumulate(problem.tails[part])
+            cheap = np.searchsorted(tails, problem.heads[part] - most)
+        first = cheap if problem.earliest is None else np.maximum(cheap, problem.earliest[part])
+        longest = max(longest, int((places - first).max()))
+    return longest
 
 
 def _most_even(problem: Problem, most: int, width: int) -> list[int]:
@@ -189,9 +224,13 @@ def _most_even(problem: Problem, most: int, width: int) -> list[int]:
     came_from = []
     badness = np.empty(0)
     for part in range(problem.num_parts):
-        if part == 0 or not _is_like_the_last(problem, part):
+        if part == 0 or not _costs_like_the_last(problem, part):
             badness = _squares(problem, part, most, width) + by_length
         total = _windows(best, width, np.inf) + badness
+        if problem.earliest is not None:
+            # The j-th column of a row is the place ``row - width + j``.
+            shortest = problem.earliest[part] - np.arange(-width, problem.num_items + 1 - width)
+            total[np.arange(width) < shortest[:, None]] = np.inf
         came_from.append(total.argmin(axis=1))
         best = np.take_along_axis(total, came_from[-1][:, None], axis=1)[:, 0]
     assert np.isfinite(best[-1])  # the limit was found by a cut that keeps it
@@ -204,14 +243,10 @@ def _most_even(problem: Problem, most: int, width: int) -> list[int]:
 
 
 def _squares(problem: Problem, part: int, most: int, width: int) -> NDArray[np.float64]:
-    """Return the square of the cost of every part, infinite for those that are not allowed."""
+    """Return the square of the cost of every part, infinite for those that cost too much."""
     costs = problem.heads[part][:, None] - _windows(problem.tails[part], width, _NEVER)
-    allowed = costs <= most
-    if problem.earliest is not None:
-        places = np.arange(problem.num_items + 1)
-        allowed &= _windows(places, width, _NEVER) >= problem.earliest[part][:, None]
     scale = max(float(most), 1.0)
-    return np.where(allowed, (costs / scale) ** 2, np.inf)
+    return np.where(costs <= most, (costs / scale) ** 2, np.inf)
 
 
 def _windows(values: NDArray[_Number], width: int, outside: float) -> NDArray[_Number]:
@@ -220,10 +255,9 @@ def _windows(values: NDArray[_Number], width: int, outside: float) -> NDArray[_N
     return sliding_window_view(padded, width)
 
 
-def _is_like_the_last(problem: Problem, part: int) -> bool:
-    tables: tuple[Sequence[object] | None, ...]
-    tables = (problem.heads, problem.tails, problem.earliest)
-    return all(table is None or table[part] is table[part - 1] for table in tables)
+def _costs_like_the_last(problem: Problem, part: int) -> bool:
+    tables = (problem.heads, problem.tails)
+    return all(table[part] is table[part - 1] for table in tables)
 
 
 def _near_average(problem: Problem, most: int) -> list[int]:

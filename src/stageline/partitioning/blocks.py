@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -86,16 +87,24 @@ class Blocks:
             crossing=[block.output_bytes for block in each],
         )
 
+    @cached_property
+    def _sums(self) -> dict[str, _Places]:
+        """Running sums of what is fixed, kept by one stage, and left by I; and what is at cuts."""
+        kept, shared = _array(self.kept), _array(self.shared)
+        return {
+            "fixed": running_sum(self.parameter_bytes) * COPIES_OF_PARAMETERS,
+            "whole": running_sum((kept - shared).tolist()),
+            "halved": running_sum((kept - _array(self.frees)).tolist()),
+            "shared": np.append(shared, 0),
+            "inputs": np.append(_array(self.inputs), 0),
+        }
+
     def memory(self, holding: Holding) -> tuple[_Places, _Places]:
         """Return heads and tails: a stage from a to b needs ``heads[b] - tails[a]`` bytes then."""
-        fixed = COPIES_OF_PARAMETERS * _array(self.parameter_bytes)
-        kept, shared = _array(self.kept), _array(self.shared)
-        whole = holding.whole * (kept - shared)
-        halved = holding.halved * (kept - _array(self.frees))
-        sums = running_sum((fixed + whole + halved).tolist())
+        of = self._sums
+        sums = of["fixed"] + holding.whole * of["whole"] + holding.halved * of["halved"]
         # What the block before keeps as well is no part of this stage: it is kept here.
-        first = holding.whole * shared + holding.inputs * _array(self.inputs)
-        return sums, sums - np.append(first, 0)
+        return sums, sums - holding.whole * of["shared"] - holding.inputs * of["inputs"]
 
     def held(self, sizes: Sequence[int]) -> Costs:
         """Return what a simulation is told of the memory of stages of so many blocks."""

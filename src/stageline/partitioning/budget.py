@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from stageline.errors import ScheduleError
 from stageline.partitioning.blocks import Blocks
 from stageline.partitioning.device import Device, Link
 from stageline.partitioning.holding import Holding, holdings_of, holdings_of_1f1b
@@ -39,6 +40,11 @@ class Budget:
     schedule: str | Schedule | None = None
     num_microbatches: int | None = None
     device: Device | None = None
+    # What was built or counted for a number of stages: a large schedule takes its time.
+    _built: dict[int, Schedule] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _held: dict[int, list[tuple[Holding, ...]]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def built(self, num_stages: int) -> Schedule | None:
         """Return the schedule for so many stages; None if there is none in particular.
@@ -48,9 +54,27 @@ class Budget:
         """
         if self.schedule is None or isinstance(self.schedule, Schedule):
             return self.schedule
-        ranks = self.num_ranks or schedules.family(self.schedule).num_ranks(num_stages)
-        count = self.num_microbatches or _MICROBATCHES_PER_RANK * ranks
-        return schedules.build(self.schedule, num_stages, count, num_ranks=self.num_ranks)
+        if num_stages not in self._built:
+            ranks = self.num_ranks or schedules.family(self.schedule).num_ranks(num_stages)
+            count = self.num_microbatches or _MICROBATCHES_PER_RANK * ranks
+            built = schedules.build(self.schedule, num_stages, count, num_ranks=self.num_ranks)
+            self._built[num_stages] = built
+        return self._built[num_stages]
+
+    def faults(self, num_stages: int) -> list[str]:
+        """Return why this cannot be for so many stages."""
+        given, ranks = self.schedule, self.num_ranks
+        if ranks is not None and ranks > num_stages:
+            return [f"ranks={ranks}: there are only {num_stages} stages: use as many ranks"]
+        if isinstance(given, Schedule) and given.num_stages != num_stages:
+            return [f"schedule: it is for {given.num_stages} stages, the split makes {num_stages}"]
+        if isinstance(given, Schedule) and ranks not in (None, given.num_ranks):
+            return [f"schedule: it is for {given.num_ranks} ranks, ranks={ranks}"]
+        try:
+            self.built(num_stages)
+        except ScheduleError as error:
+            return [f"schedule: {error}"]
+        return []
 
     def placement(self, num_stages: int) -> tuple[int, ...]:
         """Return the rank of each stage."""
@@ -67,8 +91,11 @@ class Budget:
 
     def holdings(self, num_stages: int) -> list[tuple[Holding, ...]]:
         """Return what each stage holds at most."""
-        schedule = self.built(num_stages)
-        return holdings_of_1f1b(num_stages) if schedule is None else holdings_of(schedule)
+        if num_stages not in self._held:
+            schedule = self.built(num_stages)
+            found = holdings_of_1f1b(num_stages) if schedule is None else holdings_of(schedule)
+            self._held[num_stages] = found
+        return self._held[num_stages]
 
     def for_stage(self, num_stages: int) -> int | None:
         """Return what each stage may have where a rank holds several: an equal share.

@@ -221,6 +221,11 @@ def _between(a: BlockCosts, b: BlockCosts | None, low: int, high: int, rows: int
         return round(value if name == "input_gradient_frees" else max(value, 0))
 
     sizes: dict[str, Any] = {name: scaled(name) for name in _SCALED}
+    kept = sizes["activation_bytes"]
+    # Rounded one by one, a part must not become larger than the whole.
+    sizes["kept_output_bytes"] = min(sizes["kept_output_bytes"], kept)
+    whole = sizes["input_bytes"] + kept
+    sizes["input_gradient_frees"] = min(sizes["input_gradient_frees"], whole)
     return replace(a, **sizes)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stageline.scheduling import Kind, Schedule
 from stageline.scheduling.schedule import Row
@@ -70,10 +71,11 @@ def _most(actions: Row) -> tuple[Holding, ...]:
         changes[kinds == kind] = change
     again = np.isin(actions["microbatch"], actions["microbatch"][kinds == Kind.RECOMPUTE])
     changes[(kinds == Kind.FORWARD) & again] = (0, 0, 1)
-    moments = np.unique(np.cumsum(changes, axis=0), axis=0)
-    most = [
-        moment
-        for moment in moments
-        if not any((moment <= other).all() and (moment < other).any() for other in moments)
-    ]
-    return tuple(Holding(*moment.tolist()) for moment in most)
+    moments = set(map(tuple, np.cumsum(changes, axis=0).tolist()))
+    highest: dict[tuple[int, int], int] = {}
+    for whole, halved, inputs in moments:
+        highest[halved, inputs] = max(whole, highest.get((halved, inputs), 0))
+    found: NDArray[np.int64] = np.array([(whole, *rest) for rest, whole in sorted(highest.items())])
+    each, other = found[:, None], found[None]
+    less = np.all(each <= other, axis=2) & np.any(each < other, axis=2)
+    return tuple(Holding(*moment) for moment in found[~np.any(less, axis=1)].tolist())

@@ -166,18 +166,9 @@ def _stage_faults(
     graph: Cuttable, cuts: Sequence[int], budget: Budget, costs: ModelCosts | None
 ) -> list[str]:
     """Return what is wrong with cuts for these ranks, and every rank that needs too much."""
-    num_stages, ranks = len(cuts) + 1, budget.num_ranks
-    if ranks is not None and ranks > num_stages:
-        return [f"ranks={ranks}: there are only {num_stages} stages: use as many ranks"]
-    given = budget.schedule
-    if isinstance(given, Schedule) and given.num_stages != num_stages:
-        return [f"schedule: it is for {given.num_stages} stages, the split makes {num_stages}"]
-    if isinstance(given, Schedule) and ranks not in (None, given.num_ranks):
-        return [f"schedule: it is for {given.num_ranks} ranks, ranks={ranks}"]
-    try:
-        budget.built(num_stages)
-    except ScheduleError as error:
-        return [f"schedule: {error}"]
+    faults = budget.faults(len(cuts) + 1)
+    if faults:
+        return faults
     if costs is not None and not {*cuts} <= {*graph.cuts}:
         return ["costs: the split cuts inside a block: cut between blocks, or leave costs out"]
     return _memory_faults(graph, cuts, budget, costs)

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stageline.capturing.graph import Cuttable
-from stageline.errors import ScheduleError
 from stageline.partitioning.amounts import show_bytes
 from stageline.partitioning.balance import (
     Problem,
@@ -49,10 +48,10 @@ def lightest_cuts(
         budget: What ranks have.
         costs: What blocks cost; the graph's own estimates if None.
     """
-    try:
-        blocks = blocks_of(graph, costs, budget, num_stages)
-    except ScheduleError as error:
-        return [], [f"schedule: {error}"]
+    faults = budget.faults(num_stages)
+    if faults:
+        return [], faults
+    blocks = blocks_of(graph, costs, budget, num_stages)
     sizes = _solved(blocks, num_stages, by, budget)
     if sizes is None:
         return [], [_too_little(graph, num_stages, budget, costs)]
@@ -62,7 +61,6 @@ def lightest_cuts(
 def blocks_of(graph: Cuttable, costs: ModelCosts | None, budget: Budget, num_stages: int) -> Blocks:
     """Return what the blocks of a graph weigh."""
     if costs is None:
-        budget.built(num_stages)  # raises where it cannot be
         return Blocks.of_graph(graph)
     return Blocks.of_costs(costs, budget.kinds(num_stages))
 
@@ -220,8 +218,12 @@ def _way_out(graph: Cuttable, num_stages: int, budget: Budget, costs: ModelCosts
         ways.append("schedule='1f1b'")
     if ways:
         return f"{' or '.join(ways)} would fit"
-    smaller = "" if costs is not None else ", or use smaller microbatches"
-    return f"no number of stages fits: raise the limit{smaller}"
+    if costs is None:
+        return "no number of stages fits: raise the limit, or use smaller microbatches"
+    both = _more_stages(graph, num_stages, budget, costs.at(1))
+    if both is not None:
+        return f"split={both} with microbatches of 1 row would fit"
+    return "no number of stages and no size of microbatches fits: raise the limit"
 
 
 def _fits_1f1b(graph: Cuttable, num_stages: int, budget: Budget, costs: ModelCosts | None) -> bool:
@@ -255,8 +257,7 @@ def _fewer_rows(graph: Cuttable, num_stages: int, budget: Budget, costs: ModelCo
 
 
 def _fits(graph: Cuttable, num_stages: int, budget: Budget, costs: ModelCosts | None) -> bool:
-    try:
-        blocks = blocks_of(graph, costs, budget, num_stages)
-    except ScheduleError:
+    if budget.faults(num_stages):
         return False
+    blocks = blocks_of(graph, costs, budget, num_stages)
     return _solved(blocks, num_stages, "time", budget) is not None

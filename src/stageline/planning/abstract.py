@@ -62,17 +62,29 @@ class Abstraction:
         return made
 
     def run(
-        self, stage: nn.Module, call: Callable[[Any], Any], value: Any
+        self,
+        stage: nn.Module,
+        call: Callable[[Any], Any],
+        value: Any,
+        arguments: Sequence[Any] = (),
     ) -> tuple[BlockEstimate, Any]:
-        """Run a block forward and back; also return what it makes, for the next one."""
+        """Run a block forward and back; also return what it makes, for the next one.
+
+        Args:
+            stage: The block.
+            call: Runs it on a value.
+            value: What the one before has made.
+            arguments: Those of the model, which are the caller's and do not count.
+        """
         parameters = [p for p in stage.parameters() if p.requires_grad]
         state = [*stage.parameters(), *stage.buffers()]
-        value, entering = _entered(value)
+        real = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
+        state += [*real, *map(self._mode.from_tensor, real)]  # as they are, and where both meet
+        value, edges = _entered(value)
         given = [x for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
         inputs = Alive(*given)
         with torch.enable_grad(), Alive(*given) as alive:
-            edges = [get_gradient_edge(x) for x in entering]
-            del given, entering
+            del given
             forward = Counting(self._device)
             with forward:
                 made = call(value)
@@ -83,6 +95,7 @@ class Abstraction:
             own = [*state, *(x for x in tree_flatten(output)[0] if isinstance(x, Tensor))]
             own += gradients
             kept, input_bytes = alive.count(own), inputs.count(state)
+            kept_output_bytes = outputs.count(state)
             half = Counting(self._device, state)
             _differentiate(half, roots, edges, gradients, retain=True)
             whole = Counting(self._device, state)
@@ -97,7 +110,7 @@ class Abstraction:
             activation_bytes=max(kept - input_bytes, 0),
             input_gradient_frees=kept - waiting,
             output_bytes=bytes_of(output),
-            kept_output_bytes=outputs.count(state),
+            kept_output_bytes=kept_output_bytes,
             flops=forward.flops + whole.flops,
         ), output
 
@@ -115,18 +128,38 @@ def _differentiate(
             torch.autograd.grad(roots, wanted, gradients, retain_graph=retain, allow_unused=True)
 
 
-def _entered(value: Any) -> tuple[Any, list[Tensor]]:
-    """Return a value as the input of a graph of its own, and the leaves that need a gradient."""
-    leaves, spec = tree_flatten(value)
-    flags = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-    leaves = [
-        leaf.detach().requires_grad_() if flag else leaf
-        for leaf, flag in zip(leaves, flags, strict=True)
-    ]
-    entering = [leaf for leaf, flag in zip(leaves, flags, strict=True) if flag]
-    # As in a pipeline they are no leaves: a layer may work on them in place.
-    through = {id(leaf): leaf.view_as(leaf) for leaf in entering}
-    return tree_unflatten([through.get(id(leaf), leaf) for leaf in leaves], spec), entering
+# Makes ``_Enter`` part of the graph; nothing ever accumulates into it.
+_ANCHOR = torch.empty(0, requires_grad=True)
+
+
+class _Enter(torch.autograd.Function):
+    """Aliases that are no leaves: as in a pipeline, a layer may work on them in place."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Any:
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return (None, *(None for _ in gradients))
+
+
+def _entered(value: Any) -> tuple[Any, list[GradientEdge]]:
+    """Return a value as the input of a graph of its own, and where its gradients would come out.
+
+    It is a copy: whether the graph holds it is seen where nobody else does.
+    """
+    given, spec = tree_flatten(value)
+    leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in given]
+    flags = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given]
+    wanting = {index: leaves[index] for index, flag in enumerate(flags) if flag}
+    if not wanting:
+        return tree_unflatten(leaves, spec), []
+    apply: Any = _Enter.apply  # untyped in torch
+    aliases = apply(_ANCHOR, *wanting.values())
+    for index, alias in zip(wanting, aliases, strict=True):
+        leaves[index] = alias
+    return tree_unflatten(leaves, spec), [get_gradient_edge(alias) for alias in aliases]
 
 
 def _left(made: Any) -> tuple[Any, list[GradientEdge], list[Tensor]]:

@@ -120,7 +120,7 @@ def _counted(
             block = abstraction.copy_of(stage)
             after = ending if index == len(staged.held) - 1 else None
             call = partial(_called, block, leaves, variant, after)
-            estimate, value = abstraction.run(block, call, value)
+            estimate, value = abstraction.run(block, call, value, leaves)
             found.append(estimate)
     return found
 
