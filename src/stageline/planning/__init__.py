@@ -16,6 +16,7 @@ forecast.py   what a schedule makes of stages that are not equally long
 estimating.py what blocks cost on a described device, counted instead of run
 abstract.py   .. a block run without numbers
 counting.py   .. how long that device takes for each operation
+searching/    the best schedule for given costs and a memory limit
 """
 
 from stageline.planning.estimating import estimate_costs
@@ -23,13 +24,17 @@ from stageline.planning.forecast import Forecast, forecast
 from stageline.planning.proposal import Prediction, Proposal
 from stageline.planning.proposals import Proposals
 from stageline.planning.proposing import propose
+from stageline.planning.searching import Candidate, Found, find_schedule
 
 __all__ = [
+    "Candidate",
     "Forecast",
+    "Found",
     "Prediction",
     "Proposal",
     "Proposals",
     "estimate_costs",
+    "find_schedule",
     "forecast",
     "propose",
 ]
