@@ -17,7 +17,10 @@ from stageline.scheduling import Costs, Schedule, Simulation, schedules, simulat
 
 RANKS = (8, 64, 512, 4096)
 NAMES = ("1f1b", "interleaved", "zb-v", "dualpipe-v", AUTO)
-BYTES_PER_ACTION = 105  # rows, waits and times, as measured with 1,024 ranks
+ACTIONS = {"1f1b": 2, "interleaved": 4, "zb-v": 6, "dualpipe-v": 5, AUTO: 6}
+"""For each rank and microbatch."""
+BYTES = {"dualpipe-v": 105}
+"""For each action: rows, waits and times, as measured with 1,024 ranks; 60 without pairs."""
 GIB = 2**30
 
 
@@ -53,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--most-gib", type=float, default=12.0, help="memory for a simulation")
-    parser.add_argument("--most-auto", type=int, default=64, help="up to so many ranks are searched")
+    parser.add_argument("--most-auto", type=int, default=64, help="ranks to search for")
     parser.add_argument("--plan-only", action="store_true", help="time find_plans alone")
     arguments = parser.parse_args()
     if not arguments.plan_only:
@@ -72,11 +75,11 @@ def row(name: str, ranks: int, setting: Setting, arguments: argparse.Namespace) 
     """Return a line of the table; or why there is none."""
     count = 2 * ranks
     if name == AUTO and ranks > arguments.most_auto:
-        return f"| {ranks} | {name} | not searched: at most {arguments.most_auto} ranks | | | | | |"
-    expected = 6 * ranks * count if name in ("zb-v", AUTO) else 5 * ranks * count
-    needed = BYTES_PER_ACTION * expected / GIB
-    if name != "1f1b" and needed > arguments.most_gib:
-        return f"| {ranks} | {name} | not simulated: needs about {needed:.0f} GiB | | | | | |"
+        most = arguments.most_auto
+        return f"| {ranks:,} | {name} | not searched: at most {most} ranks | | | | | |"
+    needed = BYTES.get(name, 60) * ACTIONS[name] * ranks * count / GIB
+    if needed > arguments.most_gib:
+        return f"| {ranks:,} | {name} | not simulated: needs about {needed:.0f} GiB | | | | | |"
     begin = time.perf_counter()
     try:
         simulation = simulated(name, ranks, count, setting)
@@ -106,8 +109,7 @@ def simulated(name: str, ranks: int, count: int, setting: Setting) -> Simulation
 def searched(ranks: int, count: int, setting: Setting) -> Simulation:
     """Return the best of what is found with one stage per rank and with two, in any placement."""
     found = [
-        find_schedule(ranks, count, setting.costs(each), num_stages=each * ranks)
-        for each in (1, 2)
+        find_schedule(ranks, count, setting.costs(each), num_stages=each * ranks) for each in (1, 2)
     ]
     return min((one.simulation for one in found), key=lambda one: one.T)
 

@@ -7,6 +7,7 @@ bounds.py     .. how fast a way can be at best
 cutting.py    .. where to cut for a schedule; moving.py: a block at a time
 holdings.py   .. what ranks hold, whatever the sizes
 evaluating.py .. what a way costs, by simulation
+refining.py   .. the best made better
 losses.py     .. why a way lost
 proposal.py   one proposal; proposals.py: the best, and why the others lost
 saving.py     a proposal as JSON

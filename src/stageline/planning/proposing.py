@@ -6,6 +6,7 @@
       3 does it fit?        exactly, by the rows of its schedule; if not, cut for memory
       4 simulate            exactly
     the best few            blocks are moved once more, as long as the simulated time falls
+    auto                    a schedule is searched for the best cuts of each placement
 
 The bounds are never above the simulated time, so what they drop could not have won with its cut.
 """
@@ -25,13 +26,10 @@ from stageline.planning.bounds import Metric, least_share, least_time
 from stageline.planning.candidates import AUTO, Candidate, Method, candidates, divisors, methods
 from stageline.planning.evaluating import Evaluator
 from stageline.planning.losses import Loss
-from stageline.planning.moving import neighbours
-from stageline.planning.proposal import Prediction, Proposal
+from stageline.planning.proposal import Proposal
 from stageline.planning.proposals import Proposals
+from stageline.planning.refining import Refiner, order
 from stageline.scheduling import Schedule
-
-_MOVED_ACTIONS = 2_000_000
-"""So many actions are simulated for each of the best to see whether blocks should move."""
 
 
 def propose(
@@ -87,29 +85,35 @@ def propose(
     ways = methods(schedules, recompute=memory_limit is not None)
     degrees = divisors(ranks) if data_parallel == "auto" else [data_parallel]
     every = candidates(
-        ways,
+        [method for method in ways if method.schedule != AUTO],
         ranks=ranks,
         batch_size=batch_size,
         data_parallel=degrees,
         microbatches=microbatches,
     )
     evaluator = Evaluator(costs, device, metric)
-    search = _Search(evaluator, memory_limit, top, costs.origin)
-    return search.run([each for each in every if each.method.schedule != AUTO])
+    search = _Search(Refiner(evaluator, memory_limit, costs.origin), top)
+    return search.run(list(every), [method for method in ways if method.schedule == AUTO])
 
 
 @dataclass
 class _Search:
     """The best of each method so far, and what was dropped."""
 
-    evaluator: Evaluator
-    limit: int | None
+    refiner: Refiner
     top: int
-    origin: str
     best: dict[Method, Proposal] = field(default_factory=dict)
     losses: list[Loss] = field(default_factory=list)
 
-    def run(self, every: Sequence[Candidate]) -> Proposals:
+    @property
+    def evaluator(self) -> Evaluator:
+        return self.refiner.evaluator
+
+    @property
+    def limit(self) -> int | None:
+        return self.refiner.limit
+
+    def run(self, every: Sequence[Candidate], searches: Sequence[Method]) -> Proposals:
         hopeful = []
         for candidate in every:
             reason = self._impossible(candidate)
@@ -119,7 +123,7 @@ class _Search:
                 self.losses.append(reason)
         for least, candidate in sorted(hopeful, key=lambda each: each[0]):
             self._try(candidate, least)
-        return self._proposals(len(every))
+        return self._proposals(len(every), searches)
 
     def _impossible(self, candidate: Candidate) -> Loss | None:
         cutter = self.evaluator.cutter(candidate.rows)
@@ -167,7 +171,7 @@ class _Search:
         if isinstance(fitted, Loss):
             self.losses.append(fitted)
         else:
-            self._keep(self._proposal(candidate, fitted, schedule))
+            self._keep(self.refiner.proposal(candidate, fitted, schedule))
 
     def _fitted(
         self, candidate: Candidate, sizes: Sequence[int], schedule: Schedule
@@ -197,36 +201,31 @@ class _Search:
         )
         return self.evaluator.cutter(candidate.rows).fitting(candidate, holdings, self.limit)
 
-    def _proposal(self, candidate: Candidate, sizes: Sequence[int], schedule: Schedule) -> Proposal:
-        return Proposal(
-            sizes=tuple(sizes),
-            placement=candidate.method.placement(candidate.num_ranks),
-            schedule=schedule,
-            method=candidate.method,
-            num_microbatches=candidate.num_microbatches,
-            rows=candidate.rows,
-            data_parallel=candidate.data_parallel,
-            predicted=self.evaluator.predict(candidate, sizes, schedule),
-            origin=self.origin,
-        )
-
     def _keep(self, proposal: Proposal) -> None:
         """Keep a proposal if it is the best of its method; the other of the two lost."""
         before = self.best.get(proposal.method)
-        better = proposal if before is None else min(before, proposal, key=_order)
+        better = proposal if before is None else min(before, proposal, key=order)
         self.best[proposal.method] = better
         self.losses += [_slower(one) for one in (before, proposal) if one not in (None, better)]
 
-    def _proposals(self, num_candidates: int) -> Proposals:
+    def _proposals(self, num_candidates: int, searches: Sequence[Method]) -> Proposals:
         useless = [one for one in self.best.values() if self._needs_no_r(one)]
         self.losses += [_slower(self.best.pop(one.method)) for one in useless]
-        ranked = sorted(self.best.values(), key=_order)
-        found = sorted((self._moved(one) for one in ranked[: self.top]), key=_order)
+        ranked = sorted(self.best.values(), key=order)
+        moved = [self.refiner.moved(one) for one in ranked[: self.top]]
+        ranked[: self.top] = moved
+        for method in searches:
+            searched = self.refiner.searched(method, ranked)
+            if isinstance(searched, Proposal):
+                ranked.append(searched)
+            elif searched is not None:
+                self.losses.append(searched)
+        ranked.sort(key=order)
         self.losses += [_slower(one) for one in ranked[self.top :]]
         return Proposals(
-            tuple(found),
+            tuple(ranked[: self.top]),
             tuple(self.losses),
-            num_candidates,
+            num_candidates + len(searches),
             self.evaluator.num_simulated,
             self.limit,
         )
@@ -234,32 +233,7 @@ class _Search:
     def _needs_no_r(self, proposal: Proposal) -> bool:
         """Whether the same schedule is as fast, and fits, without recomputing anything."""
         other = self.best.get(proposal.method.keeping)
-        return other not in (None, proposal) and _order(other) < _order(proposal)
-
-    def _moved(self, proposal: Proposal) -> Proposal:
-        """Move single blocks between neighbours as long as the simulated step gets shorter."""
-        tries = _MOVED_ACTIONS // len(proposal.schedule)
-        found = True
-        while found:
-            found = False
-            for sizes in neighbours(proposal.sizes)[:tries]:
-                tries -= 1
-                other = self._proposal_of(proposal, sizes)
-                if self._fits(other.predicted) and _order(other) < _order(proposal):
-                    proposal, found = other, True
-                    break
-        return proposal
-
-    def _proposal_of(self, proposal: Proposal, sizes: Sequence[int]) -> Proposal:
-        return self._proposal(proposal.candidate, sizes, proposal.schedule)
-
-    def _fits(self, predicted: Prediction) -> bool:
-        return self.limit is None or max(predicted.memory) <= self.limit
-
-
-def _order(proposal: Proposal) -> tuple[float, int, Method]:
-    """Faster first; then with less memory; then by name, so that the order never varies."""
-    return proposal.predicted.seconds, max(proposal.predicted.memory), proposal.method
+        return other not in (None, proposal) and order(other) < order(proposal)
 
 
 def _slower(proposal: Proposal) -> Loss:
