@@ -83,6 +83,13 @@ def test_a_proposal_that_recomputes_runs_as_the_plain_model_does() -> None:
     assert gradients_differ(best) == []
 
 
+def test_a_proposal_that_was_searched_for_runs_as_the_plain_model_does() -> None:
+    """Its rows are saved one by one."""
+    best = found(schedules=["1f1b", "auto"], microbatches=[3]).best
+    assert best.method.schedule == "auto"
+    assert gradients_differ(best) == []
+
+
 def test_the_pipeline_is_that_of_the_proposal() -> None:
     best = found().best
     pipe = sl.Pipeline(plan=best, loss_fn=nn.functional.cross_entropy)

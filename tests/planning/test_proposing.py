@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from stageline.scheduling import simulate
 from tests.planning.models import layers, uneven
 
 SLOW = Device("by hand", {"float32": 1.0}, 1.0, link=Link(latency=5e-9, bandwidth=1e9))
+ALL = ["1f1b", "zb-h1", "auto"]
 NAMES = [name for name in runnable() if name != AUTO]
 
 
@@ -195,6 +197,28 @@ def test_everything_wrong_is_said_at_once() -> None:
         "schedules",
         "microbatches=[]",
     ]
+
+
+def test_a_schedule_is_searched_where_families_wait() -> None:
+    """With blocks that all differ no family is best, and the search keeps the limit too."""
+    asked: dict[str, Any] = {"ranks": 3, "batch_size": 6, "microbatches": [6]}
+    costs, known = uneven(8, seed=1), ["1f1b", "zb-h1", "zb-v"]
+    families = propose(costs, schedules=known, **asked).best
+    both = propose(costs, schedules=[*known, "auto"], **asked)
+    assert both.best.method == Method("auto", 2)
+    assert both.best.predicted.T < families.predicted.T
+    assert simulate(both.best.schedule, costs.simulated(both.best.sizes)).T == both.best.predicted.T
+    limit = max(both.best.predicted.memory) - 1
+    limited = propose(costs, schedules=[*known, "auto"], memory_limit=limit, **asked)
+    assert any(one.method.schedule == "auto" for one in limited)
+    assert all(max(one.predicted.memory) <= limit for one in limited)
+
+
+def test_why_no_schedule_was_searched() -> None:
+    large = propose(layers(8), ranks=4, batch_size=1024, microbatches=[1024], schedules=ALL)
+    assert large.reasons()["auto"] == "not searched: 12,288 actions, at most 6,000"
+    even = propose(layers(8), ranks=4, batch_size=8, microbatches=[8], schedules=ALL)
+    assert even.reasons()["auto"] == "nothing can be faster than zb-h1 with its cuts"
 
 
 @pytest.mark.slow

@@ -59,6 +59,18 @@ class Cutter:
         """What the parameters of the whole model take, with gradients and optimizer."""
         return COPIES_OF_PARAMETERS * sum(self._blocks.parameter_bytes)
 
+    def least_fixed(self, num_ranks: int) -> int:
+        """Return what the parameters of the fullest rank take at least, however they are shared.
+
+        Of the k largest blocks some rank has a share of k / num_ranks, rounded up; the smallest of
+        them at least.
+        """
+        sizes = sorted(self._blocks.parameter_bytes, reverse=True)
+        sums = running_sum(sizes).tolist()
+        counts = range(1, len(sizes) + 1)
+        shares = (sums[count] - sums[count - -(-count // num_ranks)] for count in counts)
+        return COPIES_OF_PARAMETERS * max(shares)
+
     def even(self, candidate: Candidate) -> Sizes:
         """Return how many blocks each stage gets, whatever memory that takes."""
         method = candidate.method

@@ -67,7 +67,8 @@ class Proposals(Sequence[Proposal]):
         """
         if not self.found:
             findings = [f"{method}: {text}" for method, text in self.reasons().items()]
-            raise ConfigError("a plan", findings or ["there is nothing to choose from"])
+            few = findings[:3] or ["there is nothing to choose from"]
+            raise ConfigError("a plan", [*few, "print the proposals for all that was tried"])
         return self.found[0]
 
     def table(self) -> str:

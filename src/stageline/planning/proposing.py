@@ -132,11 +132,10 @@ class _Search:
             return Loss(candidate, reason=few)
         if candidate.refusal is not None:
             return Loss(candidate, reason=f"{candidate.refusal}, m={candidate.num_microbatches}")
-        share = cutter.fixed_bytes // candidate.num_ranks
-        if self.limit is not None and share > self.limit:
-            reason = self._too_much("parameters alone need", share)
-            return Loss(candidate, needs=share, reason=reason)
-        return None
+        least = cutter.least_fixed(candidate.num_ranks)
+        if self.limit is None or least <= self.limit:
+            return None
+        return Loss(candidate, needs=least, reason=self._too_much("parameters alone need", least))
 
     def _too_much(self, what: str, needed: int) -> str:
         assert self.limit is not None
@@ -217,7 +216,7 @@ class _Search:
         for method in searches:
             searched = self.refiner.searched(method, ranked)
             if isinstance(searched, Proposal):
-                ranked.append(searched)
+                ranked.append(self.refiner.moved(searched))
             elif searched is not None:
                 self.losses.append(searched)
         ranked.sort(key=order)
