@@ -12,7 +12,8 @@ READY   := $(VENV)/.ready
 DOCS    := $(VENV)/.ready-docs
 
 # Counting lines nearly doubles the time of what is pure Python, so only the full run does.
-PYTEST := $(BIN)/python -m pytest
+# Two workers: importing, waiting and pipelines of one stage leave half of two cores idle.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 COVER  := --cov --cov-report=term
 
 .DEFAULT_GOAL := help

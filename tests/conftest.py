@@ -5,7 +5,9 @@
     3 processes   tests marked `processes`
     4 people      tests marked `people`: README, examples
 
-A ring is also a marker, so `pytest -m rows` runs the innermost one.
+A ring is also a marker, so `pytest -m rows` runs the innermost one. `make test` lets two workers
+share the tests; each of the two outer rings stays with one of them, because its tests share
+processes, and because they would be in each other's way.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 from tests.fixtures import four_ranks, one_thread, two_ranks  # noqa: F401  # used by name
 
 RINGS = ("rows", "threads", "processes", "people")
+
+TOGETHER = ("processes", "people")
 
 TESTS = Path(__file__).parent
 
@@ -55,7 +59,6 @@ class RingClock:
     """Adds up the tests and their seconds, setup and teardown included, ring by ring."""
 
     def __init__(self) -> None:
-        self.ring_by_test: dict[str, str] = {}
         self.tests = dict.fromkeys(RINGS, 0)
         self.seconds = dict.fromkeys(RINGS, 0.0)
 
@@ -65,10 +68,11 @@ class RingClock:
         for item in items:
             ring = ring_of(item)
             item.add_marker(ring)
-            self.ring_by_test[item.nodeid] = ring
+            if ring in TOGETHER:
+                item.add_marker(pytest.mark.xdist_group(ring))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        ring = self.ring_by_test[report.nodeid]
+        ring = next(ring for ring in reversed(RINGS) if ring in report.keywords)
         self.seconds[ring] += report.duration
         self.tests[ring] += report.when == "setup"
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from stageline.observing import measure_memory
+from stageline.running.allocator import keep_freed_memory
 from stageline.running.boundary import Packet, enter, leave
 from stageline.running.split.deferred import Deferred
 from stageline.running.split.mode import Splitting, splittable_parameters
@@ -137,6 +138,7 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="fewer rounds")
     rounds = 8 if parser.parse_args().short else 40
     torch.set_num_threads(1)
+    keep_freed_memory()  # as every pipeline does
     random.seed(0)
     print("| stage | B ms | A/A | I ms | W ms | (I + W) / B | F split / F |")
     print("|---|---|---|---|---|---|---|")

@@ -88,7 +88,7 @@ def _in_processes(rank: int, name: str) -> str:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["GPT-2", "T5", "ViT"])
+@pytest.mark.parametrize("name", ["GPT-2", pytest.param("T5", marks=pytest.mark.slow), "ViT"])
 def test_processes_give_what_the_plain_model_gives(name: str, two_ranks: RankPool) -> None:
     assert two_ranks.run(_in_processes, name) == ["", ""]
 

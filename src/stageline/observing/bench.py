@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from statistics import median
 from typing import Any
 
 import torch
@@ -18,10 +17,21 @@ from stageline.capturing.recorded import Graph
 from stageline.capturing.staged import VariantStage
 from stageline.observing.memory import StageMemory, measure_call
 from stageline.observing.playing import Players
-from stageline.observing.shares import SLOTS, Samples, Share, Work, clock_for, copied, finish
+from stageline.observing.shares import (
+    SLOTS,
+    Samples,
+    Share,
+    Work,
+    clock_for,
+    copied,
+    finish,
+    typical,
+)
 from stageline.partitioning.balance import balance
 from stageline.partitioning.costs import BlockCosts, ModelCosts
+from stageline.running.allocator import keep_freed_memory
 from stageline.running.boundary import Packet
+from stageline.running.cores import share_of_cores, share_of_threads
 from stageline.running.forwards import forward
 from stageline.running.loss import LossFunction, LossRule, own_loss
 from stageline.running.microbatches import Microbatches, replicate
@@ -45,6 +55,15 @@ class Neighbours:
     count: int
     cores: int
     alone: bool
+
+    @property
+    def threads(self) -> int:
+        """How many intra-op threads each rank has, as in a pipeline."""
+        if self.count == 1:
+            return share_of_cores()  # beside other processes, if torchrun has started them
+        if self.alone:
+            return max(1, min(torch.get_num_threads(), self.cores // self.count))
+        return share_of_threads(self.count)
 
     def __str__(self) -> str:
         where = "processes" if self.alone else "threads"
@@ -81,6 +100,8 @@ class Bench:
         self._staged = graph.cut(graph.cuts)
         tensors = (*graph.model.parameters(), *graph.model.buffers())
         self._device = next((t.device for t in tensors), torch.device("cpu"))
+        if self._device.type == "cpu":
+            keep_freed_memory()  # as every pipeline does
 
     def measure(
         self, rows: int, repeats: int, neighbours: Neighbours, advance: Callable[[], None]
@@ -150,7 +171,7 @@ class Bench:
             span = spans[index % len(spans)]
             players.append(Share(played.programs, span, packets[span[0]], played.work, clock))
         with played.streaming():
-            return Players(players, repeats, advance).play()
+            return Players(players, repeats, neighbours.threads, advance).play()
 
     def _spans(self, count: int) -> list[range]:
         """Return which blocks go together: shares of about the same time, as in a pipeline."""
@@ -167,7 +188,7 @@ class Bench:
         memory: StageMemory,
         packets: Sequence[Packet | None],
     ) -> BlockCosts:
-        times = {what: median(found) for (what, block), found in samples.items() if block == index}
+        times = {what: typical(found) for (what, block), found in samples.items() if block == index}
         # Bridges are built in F; only schedules with I and W pay for them.
         bridges = max(times["F split"] - times["F"], 0) if memory.is_split else 0
         load = self._graph.load(*span)

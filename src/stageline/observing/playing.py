@@ -10,7 +10,7 @@ import torch
 
 from stageline.observing.shares import Samples, Share
 from stageline.running.caller import CallerState
-from stageline.running.cores import share_of_threads, use_threads
+from stageline.running.cores import use_threads
 from stageline.running.workers import WorkerPool
 
 _WARM_UP = 1
@@ -22,12 +22,16 @@ class Players:
     Args:
         shares: What each runs.
         repeats: How often, at least; the first rounds do not count.
+        threads: How many intra-op threads each has.
         advance: Called when all have run once more.
     """
 
-    def __init__(self, shares: Sequence[Share], repeats: int, advance: Callable[[], None]) -> None:
+    def __init__(
+        self, shares: Sequence[Share], repeats: int, threads: int, advance: Callable[[], None]
+    ) -> None:
         self._shares = shares
         self._repeats = repeats
+        self._threads = threads
         self._advance = advance
         self._rounds = [0] * len(shares)
         self._told = _WARM_UP
@@ -38,7 +42,7 @@ class Players:
         """Run all shares at once; return all times."""
         caller = CallerState.capture()
         before = torch.get_num_threads()
-        threads = share_of_threads(len(self._shares))
+        threads = self._threads
         pool = WorkerPool(len(self._shares))
         jobs = [
             partial(_act, caller, partial(self._act, index), threads)

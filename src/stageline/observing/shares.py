@@ -168,3 +168,15 @@ def clock_for(device: torch.device, *, alone: bool) -> Callable[[], int]:
 
         return synchronised
     return time.thread_time_ns if alone else time.perf_counter_ns
+
+
+def typical(times: Sequence[int]) -> int:
+    """Return what an action takes where no other program comes in between: the lower quartile.
+
+    What ranks do to each other is in every time; what others do to them only in some.
+
+    Example:
+        >>> typical([10, 11, 12, 500])
+        11
+    """
+    return sorted(times)[len(times) // 4]

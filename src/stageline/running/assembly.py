@@ -18,6 +18,7 @@ from stageline.partitioning import Plan, StagePlan
 from stageline.partitioning.recorded import CutModel
 from stageline.partitioning.sharing import Shared
 from stageline.partitioning.sources import StageSource
+from stageline.running.allocator import keep_freed_memory
 from stageline.running.building import Builders
 from stageline.running.foreign import Owner
 from stageline.running.materialising import InitStage, is_abstract
@@ -331,6 +332,8 @@ def runner_for(
 ) -> Runner:
     """Return who plays the ranks: threads of this process, or this process as one of many."""
     on_cpu = all(device.type == "cpu" for device in parts.devices)
+    if on_cpu:
+        keep_freed_memory()
     schedule = parts.timetable.schedule
     if builders.member is None:
         transport = settings.transport

@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from stageline import torch_private as trees
 from stageline.errors import EdgeError
 from stageline.running.hidden import find_hidden_tensor
+from stageline.torch_private import applier
 from stageline.wording import a_kind
 
 
@@ -192,15 +193,14 @@ class Entered:
 
 def enter(packet: Packet) -> Entered:
     """Let a value into the graph of the next stage."""
-    apply: Any = _Enter.apply  # untyped in torch
     if packet.spec is None and packet.differentiable[0]:  # by far the most common packet
         only = GradientSlot(1)
-        return Entered(apply(only, _ANCHOR, packet.leaves[0])[0], only)
+        return Entered(_enter(only, _ANCHOR, packet.leaves[0])[0], only)
     entering = [index for index, needed in enumerate(packet.differentiable) if needed]
     slot = None
     if entering:
         slot = GradientSlot(len(entering))
-        aliases = apply(slot, _ANCHOR, *(packet.leaves[index] for index in entering))
+        aliases = _enter(slot, _ANCHOR, *(packet.leaves[index] for index in entering))
         leaves = packet.leaves.copy()
         for index, alias in zip(entering, aliases, strict=True):
             leaves[index] = alias
@@ -237,3 +237,6 @@ class _Enter(torch.autograd.Function):
             )
         slot.gradients = gradients
         return (None, None, *(None for _ in gradients))
+
+
+_enter = applier(_Enter)

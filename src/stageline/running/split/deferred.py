@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from stageline.running.boundary import gradient_edge
-from stageline.torch_private import gradients_of, run_backward
+from stageline.torch_private import applier, gradients_of, run_backward
 
 
 class Deferred:
@@ -118,6 +118,9 @@ class _Hold(torch.autograd.Function):
         return (None, None, None, *(None for _ in gradients))
 
 
+_cross, _stop = applier(_Bridge), applier(_Hold)
+
+
 def bridge(
     deferred: Deferred, call: Callable[[Sequence[Tensor]], Tensor], activations: Sequence[Tensor]
 ) -> Tensor:
@@ -125,8 +128,7 @@ def bridge(
     deferred.places += 1
     # detach() shares the version counter: a change in place is noticed, as without us.
     inner = [tensor.detach().requires_grad_() for tensor in activations]
-    apply: Any = _Bridge.apply  # untyped in torch
-    made: Tensor = apply(deferred, [call(inner)], inner, *activations)
+    made: Tensor = _cross(deferred, [call(inner)], inner, *activations)
     return made
 
 
@@ -136,6 +138,5 @@ def hold(deferred: Deferred, values: Sequence[Tensor]) -> dict[int, Tensor]:
     # A node for each, made now: it takes the turn that this use has in the plain model. It hands
     # the gradient on as it is, so that autograd knows whether others hold it too.
     edges = [gradient_edge(torch.ops.aten.alias.default(value)) for value in values]
-    apply: Any = _Hold.apply  # untyped in torch
-    held = apply(deferred, edges, _ANCHOR, *(value.detach() for value in values))
+    held = _stop(deferred, edges, _ANCHOR, *(value.detach() for value in values))
     return {id(value): new for value, new in zip(values, held, strict=True)}

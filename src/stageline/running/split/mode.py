@@ -60,6 +60,23 @@ _BRIDGED: frozenset[Any] = frozenset(
     }
 )
 _OPENED = F.multi_head_attention_forward
+
+# Nearly half of the calls of a Transformer layer only ask: these pass before anybody looks.
+_ASKS: frozenset[Any] = frozenset(
+    {
+        Tensor.dim,
+        Tensor.size,
+        Tensor.stride,
+        Tensor.numel,
+        Tensor.is_contiguous,
+        Tensor.is_floating_point,
+        Tensor.__len__,
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("shape", "dtype", "device", "layout", "ndim", "is_nested", "requires_grad")
+        ),
+    }
+)
 _DIFFERENTIATES = NESTED_BACKWARDS | {torch.autograd.grad}
 
 
@@ -106,6 +123,8 @@ class Splitting(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _ASKS:
+            return func(*args, **kwargs)
         if func in _DIFFERENTIATES and self._deferred.places:
             raise Differentiates
         given = (*args, *kwargs.values()) if kwargs else args

@@ -38,21 +38,20 @@ class Parameters:
 
         Only tensors that require a gradient count: all others are constants to a graph.
         """
+        # Runs for every operation of a stage: no call that can be avoided.
         inside: list[Tensor] = []
         outside: list[Tensor] = []
-        self._sort(values, inside, outside)
-        return inside, outside
-
-    def _sort(self, values: Iterable[Any], inside: list[Tensor], outside: list[Tensor]) -> None:
-        # Runs for every operation of a stage: no call that can be avoided.
+        leaves, made = self._leaves, self._made
         for value in values:
             if isinstance(value, Tensor):
                 if value.requires_grad:
-                    (inside if id(value) in self._leaves or value in self else outside).append(
-                        value
-                    )
+                    here = id(value) in leaves or (id(value) in made and value in self)
+                    (inside if here else outside).append(value)
             elif isinstance(value, (list, tuple)):
-                self._sort(value, inside, outside)
+                more, others = self.sort(value)
+                inside += more
+                outside += others
+        return inside, outside
 
     def learn(self, results: Any) -> None:
         """Take in what was computed from parameters, if that can be proved."""
