@@ -66,7 +66,7 @@ class Cutter:
         them at least.
         """
         sizes = sorted(self._blocks.parameter_bytes, reverse=True)
-        sums = running_sum(sizes).tolist()
+        sums: list[int] = running_sum(sizes).tolist()
         counts = range(1, len(sizes) + 1)
         shares = (sums[count] - sums[count - -(-count // num_ranks)] for count in counts)
         return COPIES_OF_PARAMETERS * max(shares)
