@@ -55,6 +55,7 @@ SETTINGS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--schedules", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--most-gib", type=float, default=12.0, help="memory for a simulation")
     parser.add_argument("--most-auto", type=int, default=64, help="ranks to search for")
     parser.add_argument("--plan-only", action="store_true", help="time find_plans alone")
@@ -65,7 +66,7 @@ def main() -> None:
             print("| ranks | schedule | T / work | bubble | span bubble | peak | actions | s |")
             print("|---|---|---|---|---|---|---|---|")
             for ranks in arguments.ranks:
-                for name in NAMES:
+                for name in arguments.schedules:
                     print(row(name, ranks, setting, arguments), flush=True)
     for line in planned():
         print(line, flush=True)

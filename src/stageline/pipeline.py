@@ -74,7 +74,9 @@ class Pipeline:
             proposal of ``sl.find_plans``, which has schedule and microbatches too.
         num_microbatches: How many microbatches a batch is cut into; 4 per rank if left out. A
             batch with fewer rows is cut into single rows.
-        schedule: The name of one (``"1f1b"`` if left out), a ``Schedule``, or one in text form.
+        schedule: A name, such as ``"1f1b"`` (which it is if left out; ``sl.schedules.NAMES``), a
+            ``Schedule``, or one in text form. ``"auto"`` searches for one with the estimated times
+            of the stages that holds as many activations as 1F1B.
         loss_fn: ``(output, target) -> scalar``; None when the model returns its own loss.
         loss_reduction: ``"mean"``, ``"sum"``, or ``(microbatch, batch) -> weight``.
         ranks: How many ranks; one per stage if left out, under torchrun the number of processes.

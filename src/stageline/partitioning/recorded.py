@@ -138,7 +138,12 @@ def cut_planned(plan: Plan) -> CutModel:
     assert isinstance(staged, StagedModel)
     aliases = _complete(graph.model, staged)
     sources = [
-        StageSource(staged.held[stage.index], stage.calls, fingerprint=graph.fingerprint)
+        StageSource(
+            staged.held[stage.index],
+            stage.calls,
+            fingerprint=graph.fingerprint,
+            time=stage.time,
+        )
         for stage in plan.stages
     ]
     return CutModel(sources, staged, aliases, _first_names(graph.model), plan, graph.model)

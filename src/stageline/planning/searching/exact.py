@@ -140,24 +140,21 @@ class _Model:
         if limit is None:
             return
         kept = [
-            (self._kept(stage, place, at), -int(problem.changes[place][stage]))
+            (self._interval(stage, taken, given, at), size)
             for stage in stages
-            for place in range(1, len(problem.kinds))
+            for taken, given, size in _holdings([int(row[stage]) for row in problem.changes])
             for at in range(self._count)
-            if problem.changes[place][stage]
         ]
         model.add_cumulative(
             [interval for interval, _ in kept], [size for _, size in kept], int(limit)
         )
 
-    def _kept(self, stage: int, place: int, at: int) -> IntervalVar:
-        """Return from when to when a stage keeps what an action of a line will give back."""
+    def _interval(self, stage: int, taken: int, given: int, at: int) -> IntervalVar:
+        """Return from the start of one action of a stage to the end of another."""
         model, num_stages = self.model, self.problem.num_stages
-        line = place * num_stages + stage
-        end = model.new_int_var(0, self._horizon, "")
-        model.add(end == self._end(line, at))
-        size = model.new_int_var(0, self._horizon, "")
-        return model.new_interval_var(self._starts[stage][at], size, end, "")
+        size, end = (model.new_int_var(0, self._horizon, "") for _ in range(2))
+        model.add(end == self._end(given * num_stages + stage, at))
+        return model.new_interval_var(self._starts[taken * num_stages + stage][at], size, end, "")
 
     def minimise(self, metric: Metric, known: Tick) -> IntVar:
         """Make the metric what is to be small, and return it."""
@@ -178,3 +175,16 @@ class _Model:
             rank = placement[line % num_stages]
             timed[rank] += [(solver.value(variable), line) for variable in variables]
         return [[line for _, line in sorted(row)] for row in timed]
+
+
+def _holdings(changes: list[int]) -> list[tuple[int, int, int]]:
+    """Return what a stage keeps: from the start of which action to the end of which, how much.
+
+    >>> _holdings([5, -2, -3]), _holdings([5, 2, -7])
+    ([(0, 1, 2), (0, 2, 3)], [(0, 2, 5), (1, 2, 2)])
+    """
+    if len(changes) > 2 and changes[1] > 0:  # I takes room, too
+        kept = [(0, 2, changes[0]), (1, 2, changes[1])]
+    else:
+        kept = [(0, place, -change) for place, change in enumerate(changes) if place]
+    return [each for each in kept if each[2]]

@@ -30,10 +30,10 @@ from stageline.scheduling.schedules.sizes import check_sizes, straight_ranks
 NAME = "auto"
 METRICS = ("T", "span")
 
-EFFORT = 3_000_000
+EFFORT = 2_000_000
 """How many actions are placed at most; a few seconds for each million."""
 
-MOST_PASSES = 1500
+MOST_PASSES = 2500
 """How often all actions are placed at most: for small pipelines, long enough."""
 
 NUM_RHYTHMS = 40

@@ -30,6 +30,9 @@ Figures: TypeAlias = tuple[Tick, Tick]
 PATIENCES = (4, 2, 3)
 """How long ranks wait for what goes first; the first two tell good seeds from bad ones."""
 
+SETBACKS = 2
+"""After so many passes that did not help, passes end."""
+
 FOLLOWED = 4
 """So many seeds are followed up."""
 
@@ -93,7 +96,12 @@ class Search:
             lower_bound(self.problem, other),
         )
         self._forward = Lines.forward(self.problem)
-        self._backward = Lines.reversed(self.problem, self._offsets[0])
+        # What ends when it must by the one metric, by the other, and half-way between them.
+        first, second = self._offsets
+        between = [(one + other) // 2 for one, other in zip(first, second, strict=True)]
+        self._backward = [
+            Lines.reversed(self.problem, offsets) for offsets in (first, between, second)
+        ]
         self._drawn = Random(11)
 
     @property
@@ -131,27 +139,34 @@ class Search:
                 return
             priorities = seed(self.problem)
             for patience in PATIENCES[:2]:
-                placed = self._pass(self._forward, priorities, patience, effort)
-                if placed is not None:
-                    yield self._figures(placed), number, patience, seed
+                passed = self._pass(self._forward, priorities, patience, effort)
+                if passed is not None:
+                    yield passed[1], number, patience, seed
 
     def climb(
-        self, priorities: Priorities, patience: int, effort: Effort, *, setbacks: int = 2
+        self, priorities: Priorities, patience: int, effort: Effort, *, backward: int = 0
     ) -> None:
-        """Pass forward and backward until that no longer helps."""
+        """Pass forward and backward until that no longer helps.
+
+        Args:
+            priorities: Where to begin.
+            patience: As ``place`` takes it.
+            effort: What may be spent.
+            backward: Which of the ways to end the passes backward in time go by.
+        """
         best: Figures | None = None
         lines, failed = self._forward, 0
-        while failed < setbacks and not self.is_over(effort):
-            placed = self._pass(lines, priorities, patience, effort)
-            if placed is None:
+        while failed < SETBACKS and not self.is_over(effort):
+            passed = self._pass(lines, priorities, patience, effort)
+            if passed is None:
                 return
-            figures = self._figures(placed)
+            placed, figures = passed
             if best is not None and figures >= best:
                 failed += 1
             else:
                 best, failed = figures, 0
             priorities = placed.turned()
-            lines = self._backward if lines is self._forward else self._forward
+            lines = self._backward[backward] if lines is self._forward else self._forward
 
     def shake(self, effort: Effort) -> None:
         """Disturb the best until the effort is spent."""
@@ -159,7 +174,21 @@ class Search:
             effort.left //= LESS  # only the other metric is left to improve
         while not self.is_over(effort) and self.best is not None:
             patience = PATIENCES[self._below(len(PATIENCES))]
-            self.climb(self._disturbed(self.best), patience, effort)
+            backward = self._below(len(self._backward))
+            self.climb(self._disturbed(self.best), patience, effort, backward=backward)
+
+    def _pass(
+        self, lines: Lines, priorities: Priorities, patience: int, effort: Effort
+    ) -> tuple[Placed, Figures] | None:
+        effort.left -= self.problem.num_actions
+        placed = place(lines, priorities, patience=patience)
+        if placed is None:
+            return None
+        forward = turned_round(placed, self._forward) if lines.is_reversed else placed
+        figures = self._figures(forward)
+        if figures <= self.figures:
+            self.best, self.figures = forward, figures
+        return placed, figures
 
     def learn(self, placed: Placed | None, bound: Tick) -> None:
         """Take over what a solver found, or proved."""
@@ -167,28 +196,8 @@ class Search:
             self.best, self.figures, self.source = placed, self._figures(placed), "solver"
         self.bound = (max(bound, self.bound[0]), self.bound[1])
 
-    def _pass(
-        self, lines: Lines, priorities: Priorities, patience: int, effort: Effort
-    ) -> Placed | None:
-        effort.left -= self.problem.num_actions
-        placed = place(lines, priorities, patience=patience)
-        if placed is None:
-            return None
-        forward = placed
-        if lines.is_reversed:
-            if self._figures(placed)[0] > self.figures[0]:
-                return placed
-            forward = turned_round(placed, self._forward)
-        figures = self._figures(forward)
-        if figures <= self.figures:
-            self.best, self.figures = forward, figures
-        return placed
-
     def _figures(self, placed: Placed) -> Figures:
         first, second = self._offsets
-        if placed.lines.is_reversed:
-            # As the rows stand; run as early as they can be, they may turn out better.
-            return (max(placed.finish) + min(first), float("inf"))
         return (placed.figure(first), placed.figure(second))
 
     def _below(self, number: int) -> int:
