@@ -128,7 +128,7 @@ def planned() -> Iterator[str]:
     )
     took = time.perf_counter() - begin
     yield f"\n{layers} layers, {ranks:,} ranks, a batch of {batch:,} rows: {took:.1f} s"
-    yield f"{found.num_candidates} candidates, {found.num_simulated} simulated\n"
+    yield f"{found.num_candidates} candidates, {found.num_simulated} simulations\n"
     yield found.table()
 
 

@@ -25,7 +25,7 @@ class Proposals(Sequence[Proposal]):
         found: The proposals.
         losses: What was dropped, the nearest candidate of each method and data-parallel degree.
         num_candidates: How many ways there were.
-        num_simulated: How many of them had to be simulated.
+        num_simulated: How many simulations that took, with those that moved blocks.
         memory_limit: What a rank has, in bytes; None if that was not said.
     """
 
@@ -126,7 +126,7 @@ class Proposals(Sequence[Proposal]):
         return aligned(columns, left=list(columns)) if lost else ""
 
     def __str__(self) -> str:
-        counted = f"{self.num_candidates} candidates, {self.num_simulated} simulated"
+        counted = f"{self.num_candidates} candidates, {self.num_simulated} simulations"
         if self.memory_limit is not None:
             counted += f", {show_bytes(self.memory_limit)} per rank"
         if self.found:
