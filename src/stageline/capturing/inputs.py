@@ -88,13 +88,16 @@ class Arguments:
         """Return the arguments for a batch of another size: rows left out, or repeated in turn."""
         rows = self.rows
         assert rows is not None
+        twins: dict[int, Tensor] = {}  # one tensor given twice stays one
 
         def resized(leaf: Any) -> Any:
             if not self.is_batch(leaf):
                 return leaf
-            whole, rest = divmod(count, rows)
-            parts = [leaf.detach()] * whole + [leaf.detach()[:rest]] * bool(rest)
-            return torch.cat(parts).requires_grad_(leaf.requires_grad)
+            if id(leaf) not in twins:
+                whole, rest = divmod(count, rows)
+                parts = [leaf.detach()] * whole + [leaf.detach()[:rest]] * bool(rest)
+                twins[id(leaf)] = torch.cat(parts).requires_grad_(leaf.requires_grad)
+            return twins[id(leaf)]
 
         return self.with_leaves([resized(leaf) for leaf in self.leaves])
 
