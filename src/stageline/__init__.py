@@ -31,6 +31,7 @@ from stageline.partitioning.costs import BlockCosts, ModelCosts
 from stageline.partitioning.device import Device, Link
 from stageline.partitioning.partition import partition
 from stageline.pipeline import Pipeline
+from stageline.planning import find_schedule
 from stageline.planning.estimating import estimate_costs
 from stageline.planning.proposal import Proposal
 from stageline.planning.proposals import Proposals
@@ -77,6 +78,7 @@ __all__ = [
     "capture",
     "estimate_costs",
     "find_plans",
+    "find_schedule",
     "layer_list",
     "measure_costs",
     "parse",

@@ -21,7 +21,8 @@ from stageline.planning.searching.improving import Effort, Search
 from stageline.planning.searching.limits import Limits, PerRank
 from stageline.planning.searching.placements import placements_of
 from stageline.planning.searching.problem import SPLIT, WHOLE, Metric, Problem, Room
-from stageline.planning.searching.rows import schedule_of
+from stageline.planning.searching.rounds import rounds
+from stageline.planning.searching.rows import ascending, schedule_of
 from stageline.planning.searching.seeds import ONE_BY_ONE, Seed, family_seed, rhythms, rules
 from stageline.scheduling import Costs, Kind, Schedule, Simulation, schedules, simulate
 from stageline.scheduling.costs import Number
@@ -146,12 +147,14 @@ class _Task:
             except ScheduleError:
                 continue  # not for these numbers
             if schedule.placement in placements:
-                yield _Entry(name, simulate(schedule, self.costs))
+                yield _Entry(name, simulate(ascending(schedule), self.costs))
 
     def entry(self, search: Search) -> _Entry:
-        """Return what a search found; whole backwards where halves do not pay."""
+        """Return what a search found."""
         assert search.best is not None
-        schedule = fused(schedule_of(search.best, NAME), self.costs)
+        schedule = schedule_of(search.best, NAME)
+        if self.whole_is_shorter:
+            schedule = fused(schedule, self.costs)
         return _Entry(search.source, simulate(schedule, self.costs))
 
     def seeds(self, placement: tuple[int, ...]) -> Iterator[Seed]:
@@ -206,7 +209,8 @@ def _searched(
     for search in searches:
         if search.lowest <= _least(known, searches):
             part = left.part(SHARE)
-            search.try_seeds(task.seeds(search.problem.placement), part)
+            problem = search.problem
+            search.try_seeds(task.seeds(problem.placement), part, sure=rounds(problem))
             left.give_back(part)
     min(searches, key=lambda search: search.reached).shake(left)
     return searches
@@ -241,16 +245,27 @@ def _shortest(costs: Costs, num_stages: int) -> Costs:
 
 def _record(task: _Task, best: _Entry, pool: list[_Entry], bound: Number) -> Found:
     ranked = sorted(pool, key=lambda each: (not task.limits.fit(each.simulation), task.order(each)))
-    old = best.simulation.schedule
+    simulation = _with_whole_backwards(task, best)
+    old = simulation.schedule
     schedule = Schedule(old.arrays, NAME, old.pairs, old.replicas)
     return Found(
         schedule=schedule,
-        simulation=replace(best.simulation, schedule=schedule),
+        simulation=replace(simulation, schedule=schedule),
         metric=task.metric,
         source=best.source,
         bound=min(bound, task.order(best)[0]),
         candidates=tuple(_candidate(task, entry) for entry in ranked),
     )
+
+
+def _with_whole_backwards(task: _Task, best: _Entry) -> Simulation:
+    """Return the same order with whole backwards where halves do not pay."""
+    if best.simulation.schedule.pairs:
+        return best.simulation
+    simulation = simulate(fused(best.simulation.schedule, task.costs), task.costs)
+    # Floats may round a sum up that is none the longer.
+    is_worse = task.order(_Entry(best.source, simulation)) > task.order(best)
+    return best.simulation if is_worse else simulation
 
 
 def _candidate(task: _Task, entry: _Entry) -> Candidate:

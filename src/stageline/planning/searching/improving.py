@@ -119,8 +119,21 @@ class Search:
         """Return whether nothing better is left to find, or no effort to find it."""
         return self.figures <= self.bound or effort.left < self.problem.num_actions
 
-    def try_seeds(self, seeds: Iterable[Seed], effort: Effort) -> None:
-        """Rank seeds by what they lead to, and follow up the best of them."""
+    def try_seeds(
+        self, seeds: Iterable[Seed], effort: Effort, *, sure: Iterable[Seed] = ()
+    ) -> None:
+        """Rank seeds by what they lead to, and follow up the best of them.
+
+        Args:
+            seeds: Where to begin.
+            effort: What may be spent.
+            sure: Seeds that are good enough to be tried on the whole problem, whatever that costs.
+        """
+        for seed in sure:
+            if self.figures > self.bound:
+                self._pass(self._forward, seed(self.problem), PATIENCES[0], effort)
+        if self.best is not None:
+            self.climb(self.best.starts(), PATIENCES[0], effort)
         small, few = self, MANY_MICROBATCHES * self.problem.num_ranks
         if self.problem.num_microbatches > few:
             small = Search(replace(self.problem, num_microbatches=few), self.metric)
