@@ -223,10 +223,10 @@ def test_why_no_schedule_was_searched() -> None:
 
 @pytest.mark.slow
 def test_a_hundred_layers_on_a_thousand_ranks() -> None:
-    """It ends, and bounds drop most candidates; how long it takes is in benchmarks."""
+    """It ends, and bounds drop half of what could run; how long it takes is in benchmarks."""
     found = propose(
         layers(100, forward=10**6), ranks=1024, batch_size=4096, data_parallel="auto", device=SLOW
     )
-    dropped = [loss for loss in found.losses if loss.is_bound]
-    assert len(dropped) > 0.5 * found.num_candidates
+    possible = [loss for loss in found.losses if loss.seconds is not None]
+    assert sum(loss.is_bound for loss in possible) > 0.5 * len(possible)
     assert found.best.num_ranks * found.best.data_parallel == 1024
