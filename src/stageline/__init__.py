@@ -31,7 +31,11 @@ from stageline.partitioning.costs import BlockCosts, ModelCosts
 from stageline.partitioning.device import Device, Link
 from stageline.partitioning.partition import partition
 from stageline.pipeline import Pipeline
+from stageline.planning import find_schedule
 from stageline.planning.estimating import estimate_costs
+from stageline.planning.proposal import Proposal
+from stageline.planning.proposals import Proposals
+from stageline.plans import find_plans
 from stageline.running.events import ActionDone
 from stageline.running.merging import PerMicrobatch
 from stageline.running.microbatches import Batch, replicate
@@ -61,6 +65,8 @@ __all__ = [
     "PipeError",
     "Pipeline",
     "Plan",
+    "Proposal",
+    "Proposals",
     "RemoteCause",
     "Schedule",
     "ScheduleError",
@@ -71,6 +77,8 @@ __all__ = [
     "begin_block",
     "capture",
     "estimate_costs",
+    "find_plans",
+    "find_schedule",
     "layer_list",
     "measure_costs",
     "parse",

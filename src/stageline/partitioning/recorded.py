@@ -137,8 +137,15 @@ def cut_planned(plan: Plan) -> CutModel:
         )
     assert isinstance(staged, StagedModel)
     aliases = _complete(graph.model, staged)
+    bounds = [0, *plan.cuts, graph.num_nodes]
     sources = [
-        StageSource(staged.held[stage.index], stage.calls, fingerprint=graph.fingerprint)
+        StageSource(
+            staged.held[stage.index],
+            stage.calls,
+            fingerprint=graph.fingerprint,
+            # Not what the plan says: processes that measured on their own would disagree.
+            time=graph.load(bounds[stage.index], bounds[stage.index + 1]).time,
+        )
         for stage in plan.stages
     ]
     return CutModel(sources, staged, aliases, _first_names(graph.model), plan, graph.model)

@@ -36,6 +36,7 @@ class StageSource:
         fingerprint: A digest of the recording it was cut from, if there is one.
         numbers: What random streams call its modules, by identity.
         route: Where in the whole model its calls lie, for random streams.
+        time: How long it takes, estimated, compared with the other stages; None if not known.
     """
 
     module: nn.Module | None
@@ -44,6 +45,7 @@ class StageSource:
     fingerprint: str = ""
     numbers: Mapping[int, int] = field(default_factory=dict)
     route: Route | None = None
+    time: int | None = None
 
 
 def is_chain(model: object) -> bool:
@@ -89,7 +91,13 @@ def cut_model(
 def chain_source(chain: Chain, index: int, module: nn.Module, begin: int, end: int) -> StageSource:
     """Return a stage of a chain: some of its blocks."""
     route = chain.route(begin, end, path_of_stage(index))
-    return StageSource(module, chain.label(begin, end), numbers=chain.numbers, route=route)
+    return StageSource(
+        module,
+        chain.label(begin, end),
+        numbers=chain.numbers,
+        route=route,
+        time=chain.load(begin, end).time,
+    )
 
 
 def path_of_stage(index: int) -> int:
