@@ -33,6 +33,9 @@ from stageline.partitioning.partition import partition
 from stageline.pipeline import Pipeline
 from stageline.planning import find_schedule
 from stageline.planning.estimating import estimate_costs
+from stageline.planning.proposal import Proposal
+from stageline.planning.proposals import Proposals
+from stageline.plans import find_plans
 from stageline.running.events import ActionDone
 from stageline.running.merging import PerMicrobatch
 from stageline.running.microbatches import Batch, replicate
@@ -62,6 +65,8 @@ __all__ = [
     "PipeError",
     "Pipeline",
     "Plan",
+    "Proposal",
+    "Proposals",
     "RemoteCause",
     "Schedule",
     "ScheduleError",
@@ -72,6 +77,7 @@ __all__ = [
     "begin_block",
     "capture",
     "estimate_costs",
+    "find_plans",
     "find_schedule",
     "layer_list",
     "measure_costs",

@@ -1,4 +1,4 @@
-"""The command line: ``stageline simulate ...``, ``stageline schedules``.
+"""The command line: ``stageline plan``, ``stageline simulate``, ``stageline schedules``.
 
 Each command is a module here with two functions: ``add_to`` declares its arguments, ``run`` does
 the work and returns the exit status. Wrong input ends with a message on stderr and status 2.
@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from stageline.cli import schedules, simulate
+from stageline.cli import plan, schedules, simulate
 from stageline.errors import StagelineError
 
 __all__ = ["main"]
 
-COMMANDS = (simulate, schedules)
+COMMANDS = (plan, simulate, schedules)
 
 WRONG_INPUT = 2
 """The exit status for arguments or files that make no sense, as in argparse."""
