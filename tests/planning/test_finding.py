@@ -13,6 +13,7 @@ import pytest
 
 from stageline.errors import ScheduleError
 from stageline.planning import find_schedule
+from stageline.planning.searching import finding
 from stageline.planning.searching.fusing import fused
 from stageline.scheduling import Costs, Kind, Schedule, schedules, simulate
 from tests.planning.published import STRAIGHT, UNEQUAL, VEE, Setting
@@ -256,3 +257,21 @@ def test_thirty_two_ranks(per_rank: int) -> None:
     found = find_schedule(32, 256, costs, num_stages=32 * per_rank, memory_limit=40)
     assert found.gap < Fraction(1, 100)
     found.schedule.check()
+
+
+def test_of_very_many_actions_the_best_family_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 512 ranks even one order takes minutes, so a search went on for longer than anybody
+    waits. The families that are built step by step come last, but they come."""
+    monkeypatch.setattr(finding, "MOST_SEARCHED", 100)
+    costs = Costs(forward=3, input_gradient=3, weight_gradient=2, latency=1)
+    found = find_schedule(4, 12, costs, num_stages=8)
+    reached = {each.name: each.T for each in found.candidates}
+    assert found.source in reached
+    assert found.reached == min(reached.values()) == found.simulation.T
+    assert not {"search", "v-half", "varuna"} & set(reached)
+    assert found.bound <= found.reached
+    found.schedule.check()
+
+    tight = find_schedule(4, 12, costs, num_stages=8, memory_limit=2)
+    assert tight.source in ("v-min", "v-half", "sequential", "varuna")
+    assert max(tight.simulation.peak_activations) <= 2

@@ -1,7 +1,8 @@
 """``find_schedule``: the best schedule for given costs and memory, of those that ship or a new one.
 
     families   every schedule that ships and fits these stages and ranks is simulated
-    search     orders of our own, for every way to place the stages (see ``improving.py``)
+    search     orders of our own, for every way to place the stages (see ``improving.py``); up to a
+               few hundred ranks, for beyond that even one order takes minutes
     solver     on request: an exact solver tries to close what gap is left (see ``exact.py``)
 
 The result is the best of all three, so it is never worse than what ships.
@@ -9,8 +10,9 @@ The result is the best of all three, so it is never worse than what ships.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from stageline.errors import ScheduleError
 from stageline.planning.searching import exact
@@ -36,6 +38,13 @@ EFFORT = 2_000_000
 
 MOST_PASSES = 2500
 """How often all actions are placed at most: for small pipelines, long enough."""
+
+MOST_SEARCHED = 500_000
+"""Of so many actions at most an order is searched for; above, the families have to do."""
+
+SLOW = ("sequential", "varuna", "v-half", "v-min")
+"""Families that take long to build or to simulate: with very many actions only if no other one
+fits. All of them save memory and pay with time."""
 
 NUM_RHYTHMS = 40
 
@@ -95,20 +104,21 @@ def find_schedule(
     room = limits.room(num_ranks, stages, costs)
     faults = {each: limits.too_small(room, each) for each in placements}
     possible = [each for each in placements if not faults[each]]
-    pool = list(task.families(set(placements)))
-    known = min((task.order(each)[0] for each in pool if limits.fit(each.simulation)), default=None)
-    searches = _searched(task, possible, room, known, effort) if possible else []
+    pool = _Pool(task)
+    pool.take(task.families(set(placements)))
+    searches = _searched(task, possible, room, pool.reached, effort) if possible else []
     if solver is not None:
-        _solve(task, searches, known, seconds=solver)
-    pool += [task.entry(search) for search in searches if search.best is not None]
-    fitting = [each for each in pool if limits.fit(each.simulation)]
-    if not fitting:
+        _solve(task, searches, pool.reached, seconds=solver)
+    pool.take(task.entry(search) for search in searches if search.best is not None)
+    if task.is_large and pool.order is None:
+        pool.take(task.families(set(placements), SLOW))
+    if pool.order is None:
         wrong = "".join(f"\n- {fault}" for fault in faults[placements[0]])
         raise ScheduleError(f"no schedule fits into the memory: raise the limit.{wrong}")
     bounds = [search.lowest for search in searches]
     if task.whole_is_shorter or not bounds:
         bounds = [task.bound(each, room) for each in placements]
-    return _record(task, min(fitting, key=task.order), pool, min(bounds))
+    return _record(task, pool, pool.best(set(placements)), min(bounds))
 
 
 @dataclass(frozen=True)
@@ -117,6 +127,52 @@ class _Entry:
 
     source: str
     simulation: Simulation
+
+
+Order: TypeAlias = tuple[Number, Number, Number]
+"""What makes one schedule better than another: the metric, the other one, the peak."""
+
+
+@dataclass
+class _Pool:
+    """The best that fits, and the figures of all.
+
+    Attributes:
+        task: What is asked for.
+        order: The figures of the best.
+        source: Where it comes from.
+        kept: The best itself; of large ones, two do not fit into memory, and none is kept.
+        ranked: The figures of all: those that fit first, then the better ones.
+    """
+
+    task: _Task
+    order: Order | None = None
+    source: str = ""
+    kept: _Entry | None = None
+    ranked: list[tuple[bool, Order, Candidate]] = field(default_factory=list)
+
+    @property
+    def reached(self) -> Number | None:
+        """What the best reaches in the metric that counts."""
+        return None if self.order is None else self.order[0]
+
+    def take(self, entries: Iterable[_Entry]) -> None:
+        """Look at some more."""
+        for entry in entries:
+            fits, order = self.task.limits.fit(entry.simulation), self.task.order(entry)
+            self.ranked.append((not fits, order, _candidate(entry, fits)))
+            if fits and (self.order is None or order < self.order):
+                self.order, self.source = order, entry.source
+                self.kept = None if self.task.is_large else entry
+            del entry  # before the next one is made
+
+    def best(self, placements: set[tuple[int, ...]]) -> _Entry:
+        """Return the best, made anew if it was not kept."""
+        return self.kept or next(self.task.families(placements, [self.source]))
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Return the figures of all, the best first."""
+        return tuple(each[-1] for each in sorted(self.ranked, key=lambda each: each[:2]))
 
 
 @dataclass(frozen=True)
@@ -130,16 +186,24 @@ class _Task:
     metric: Metric
     limits: Limits
 
-    def order(self, entry: _Entry) -> tuple[Number, Number, Number]:
+    def order(self, entry: _Entry) -> Order:
         """Return what makes one schedule better than another."""
         simulation = entry.simulation
         figures = (simulation.T, simulation.span)
         first, second = figures if self.metric == "T" else figures[::-1]
         return first, second, max(simulation.peak_activations)
 
-    def families(self, placements: set[tuple[int, ...]]) -> Iterator[_Entry]:
+    @property
+    def is_large(self) -> bool:
+        """Whether there are too many actions to search among."""
+        return len(SPLIT) * self.num_stages * self.num_microbatches > MOST_SEARCHED
+
+    def families(
+        self, placements: set[tuple[int, ...]], names: Sequence[str] | None = None
+    ) -> Iterator[_Entry]:
         """Yield every schedule that ships, can be run and is for these sizes."""
-        for name in _trainable():
+        slow = SLOW if self.is_large else ()
+        for name in names or [each for each in _trainable() if each not in slow]:
             try:
                 schedule = schedules.build(
                     name, self.num_stages, self.num_microbatches, num_ranks=self.num_ranks
@@ -200,6 +264,8 @@ def _searched(
         known: What the best of the families reaches; what cannot be below it is not looked at.
         effort: How long, compared with the default.
     """
+    if task.is_large:
+        return []
     problems = [task.problem(placement, room) for placement in placements]
     if task.whole_is_shorter:
         problems += [task.problem(placement, room, WHOLE) for placement in placements]
@@ -243,8 +309,7 @@ def _shortest(costs: Costs, num_stages: int) -> Costs:
     return replace(costs, backward=None, input_gradient=inputs, weight_gradient=weights)
 
 
-def _record(task: _Task, best: _Entry, pool: list[_Entry], bound: Number) -> Found:
-    ranked = sorted(pool, key=lambda each: (not task.limits.fit(each.simulation), task.order(each)))
+def _record(task: _Task, pool: _Pool, best: _Entry, bound: Number) -> Found:
     simulation = _with_whole_backwards(task, best)
     old = simulation.schedule
     schedule = Schedule(old.arrays, NAME, old.pairs, old.replicas)
@@ -254,13 +319,13 @@ def _record(task: _Task, best: _Entry, pool: list[_Entry], bound: Number) -> Fou
         metric=task.metric,
         source=best.source,
         bound=min(bound, task.order(best)[0]),
-        candidates=tuple(_candidate(task, entry) for entry in ranked),
+        candidates=pool.candidates(),
     )
 
 
 def _with_whole_backwards(task: _Task, best: _Entry) -> Simulation:
     """Return the same order with whole backwards where halves do not pay."""
-    if best.simulation.schedule.pairs:
+    if best.simulation.schedule.pairs or task.is_large:
         return best.simulation
     simulation = simulate(fused(best.simulation.schedule, task.costs), task.costs)
     # Floats may round a sum up that is none the longer.
@@ -268,15 +333,10 @@ def _with_whole_backwards(task: _Task, best: _Entry) -> Simulation:
     return best.simulation if is_worse else simulation
 
 
-def _candidate(task: _Task, entry: _Entry) -> Candidate:
+def _candidate(entry: _Entry, fits: bool) -> Candidate:
     simulation = entry.simulation
-    return Candidate(
-        name=entry.source,
-        T=simulation.T,
-        span=simulation.span,
-        peak=max(simulation.peak_activations),
-        fits=task.limits.fit(simulation),
-    )
+    peak = max(simulation.peak_activations)
+    return Candidate(entry.source, simulation.T, simulation.span, peak, fits)
 
 
 def _trainable() -> Iterator[str]:
