@@ -130,8 +130,11 @@ class Search:
             sure: Seeds that are good enough to be tried on the whole problem, whatever that costs.
         """
         for seed in sure:
-            if self.figures > self.bound:
-                self._pass(self._forward, seed(self.problem), PATIENCES[0], effort)
+            if self.figures <= self.bound:
+                break
+            priorities = seed(self.problem)
+            for patience in PATIENCES[:2]:
+                self._pass(self._forward, priorities, patience, effort)
         if self.best is not None:
             self.climb(self.best.starts(), PATIENCES[0], effort)
         small, few = self, MANY_MICROBATCHES * self.problem.num_ranks
