@@ -82,7 +82,7 @@ def test_json(here: Path, capsys: Captured) -> None:
 
 def test_nothing_fits(here: Path, capsys: Captured) -> None:
     assert plan(here, "build", *USUAL, "--memory", "1KiB") == 1
-    assert capsys.readouterr().out.startswith("Nothing fits.")
+    assert capsys.readouterr().out.startswith("Nothing fits: ")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -266,3 +267,18 @@ def test_a_search_on_two_stages_per_rank(capsys: Captured) -> None:
 def test_a_search_for_nothing(capsys: Captured, arguments: list[str], message: str) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.people
+def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
+    """``stageline simulate ... | head -1`` ended with "Broken pipe"."""
+    sizes = ["--ranks", "32", "--microbatches", "250"]
+    command = [sys.executable, "-m", "stageline", "simulate", "--schedule", "1f1b", *sizes]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith("1f1b: 32 stages")
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0

@@ -156,9 +156,20 @@ def test_a_rank_that_needs_too_much_is_named() -> None:
     assert [str(one.method) for one in found] == ["gpipe + R"]
     everything = propose(layers(4), ranks=2, batch_size=8, memory_limit=200, schedules=["1f1b"])
     assert len(everything) == 0
-    assert str(everything).startswith("Nothing fits.")
+    assert str(everything).startswith("Nothing fits: ")
     with pytest.raises(ConfigError, match="rank 0 needs"):
         _ = everything.best
+
+
+@pytest.mark.parametrize("limit", [1, 100, 250])
+@pytest.mark.parametrize("schedules", [None, ["1f1b"], ["zb-v", "interleaved"]])
+def test_what_would_be_enough_is_enough(limit: int, schedules: list[str] | None) -> None:
+    asked: dict[str, Any] = {"ranks": 2, "batch_size": 8, "schedules": schedules}
+    nothing = propose(layers(8), memory_limit=limit, **asked)
+    assert nothing.enough is not None
+    needed, _ = nothing.enough
+    assert f"{needed} B per rank would be enough for" in str(nothing)
+    assert len(propose(layers(8), memory_limit=needed, **asked)) > 0
 
 
 def test_recomputing_is_proposed_only_where_it_is_needed() -> None:

@@ -7,6 +7,7 @@ the work and returns the exit status. Wrong input ends with a message on stderr 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -57,6 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else WRONG_INPUT
     try:
         status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough: `stageline schedules | head -3`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (StagelineError, OSError, UnicodeDecodeError) as fault:
         print(f"stageline: {fault}", file=sys.stderr)
         return WRONG_INPUT

@@ -27,6 +27,7 @@ class Proposals(Sequence[Proposal]):
         num_candidates: How many ways there were.
         num_simulated: How many simulations that took, with those that moved blocks.
         memory_limit: What a rank has, in bytes; None if that was not said.
+        enough: Where nothing fits, the bytes with which something would, and what.
     """
 
     found: tuple[Proposal, ...]
@@ -34,6 +35,7 @@ class Proposals(Sequence[Proposal]):
     num_candidates: int
     num_simulated: int
     memory_limit: int | None
+    enough: tuple[int, Candidate] | None = None
 
     @overload
     def __getitem__(self, index: int) -> Proposal: ...
@@ -68,13 +70,15 @@ class Proposals(Sequence[Proposal]):
         if not self.found:
             findings = [f"{method}: {text}" for method, text in self.reasons().items()]
             few = findings[:3] or ["there is nothing to choose from"]
-            raise ConfigError("a plan", [*few, "print the proposals for all that was tried"])
+            way_out = [] if self.enough is None else [self._way_out()]
+            all_of_it = "print the proposals for all that was tried"
+            raise ConfigError("a plan", [*few, *way_out, all_of_it])
         return self.found[0]
 
     def table(self) -> str:
         """Return the proposals as a table."""
         if not self.found:
-            return "Nothing fits."
+            return "Nothing fits." if self.enough is None else f"Nothing fits: {self._way_out()}"
         each = self.found
         columns = {
             "": [str(place) for place in range(1, len(each) + 1)],
@@ -108,6 +112,14 @@ class Proposals(Sequence[Proposal]):
             for degree, loss in sorted(nearest.items())
             if degree not in kept
         }
+
+    def _way_out(self) -> str:
+        assert self.enough is not None
+        needed, candidate = self.enough
+        return (
+            f"{show_bytes(needed, at_least=True)} per rank would be enough for {candidate}; "
+            "or use more ranks, or a smaller model"
+        )
 
     @property
     def _best_seconds(self) -> float:

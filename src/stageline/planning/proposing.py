@@ -31,6 +31,9 @@ from stageline.planning.proposals import Proposals
 from stageline.planning.refining import Refiner, order
 from stageline.scheduling import Schedule
 
+_MOST_BUILT = 50_000
+"""Of so many microbatches in stages at most schedules are built to tell what would fit."""
+
 
 def propose(
     costs: ModelCosts,
@@ -227,7 +230,28 @@ class _Search:
             num_candidates + len(searches),
             self.evaluator.num_simulated,
             self.limit,
+            None if ranked else self._enough(),
         )
+
+    def _enough(self) -> tuple[int, Candidate] | None:
+        """Return the least memory with which something would run, of all that was refused for it.
+
+        Of each method the smallest microbatches are looked at.
+        """
+        smallest: dict[Method, Candidate] = {}
+        for candidate in (loss.candidate for loss in self.losses if loss.needs is not None):
+            if candidate.num_stages * candidate.num_microbatches <= _MOST_BUILT:
+                known = smallest.setdefault(candidate.method, candidate)
+                if candidate.rows < known.rows:
+                    smallest[candidate.method] = candidate
+        needs = ((self._need(candidate), candidate) for candidate in smallest.values())
+        return min(needs, key=lambda each: each[0], default=None)
+
+    def _need(self, candidate: Candidate) -> int:
+        schedule = self.evaluator.schedule(
+            candidate.method, candidate.num_ranks, candidate.num_microbatches
+        )
+        return max(self.evaluator.needs(candidate, self._cut_for_memory(candidate), schedule))
 
     def _needs_no_r(self, proposal: Proposal) -> bool:
         """Whether the same schedule is as fast, and fits, without recomputing anything."""
