@@ -138,12 +138,12 @@ def points_of(case: Case, model: nn.Module, counts: Sequence[int]) -> Iterator[P
             yield Point(schedule, sizes, pipe, batch, [])
 
 
-def middle(found: Sequence[sl.ModelCosts]) -> sl.ModelCosts:
-    """Return the medians of costs that were measured several times."""
+def average(found: Sequence[sl.ModelCosts]) -> sl.ModelCosts:
+    """Return the average of costs that were measured several times."""
     blocks = []
     for same in zip(*(costs.blocks for costs in found), strict=True):
         times: dict[str, Any] = {
-            name: round(statistics.median(getattr(block, name) for block in same)) for name in TIMES
+            name: round(statistics.mean(getattr(block, name) for block in same)) for name in TIMES
         }
         blocks.append(replace(same[0], **times))
     return replace(found[0], blocks=tuple(blocks))
@@ -155,43 +155,55 @@ def from_all_ranks(costs: sl.ModelCosts) -> list[sl.ModelCosts]:
     return [sl.ModelCosts.from_json(text) for text in texts]
 
 
-def run(case: Case, counts: Sequence[int], rounds: int) -> tuple[list[Point], sl.ModelCosts]:
-    """Measure blocks and steps in turn, so that load that comes and goes is in both."""
+def run(case: Case, counts: Sequence[int], rounds: int) -> tuple[list[Point], list[sl.ModelCosts]]:
+    """Measure blocks and steps in turn; return the steps, and the costs around each round.
+
+    So load that comes and goes is in both.
+    """
     torch.manual_seed(0)
     model, example = case.make(), torch.randn(*case.shape)
     graph = sl.capture(model, (example,))
     points = list(points_of(case, model, counts))
     order, found = random.Random(0), []
-    for number in range(rounds + 1):
+    for number in range(rounds + 2):
         dist.barrier()
         costs = sl.measure_costs(graph, repeats=2, loss_fn=loss_fn, target=example, progress=False)
         if number:
-            found += from_all_ranks(costs)
-        for point in order.sample(points, len(points)):
-            point.step()
+            found.append(average(from_all_ranks(costs)))
+        if number <= rounds:
+            for point in order.sample(points, len(points)):
+                point.step()
     for point in points:
         del point.measured[0]  # the first round warms up
-    return points, middle(found)
+    return points, [average(pair) for pair in pairwise(found)]
 
 
 def report(
-    name: str, points: Sequence[Point], costs: sl.ModelCosts
+    name: str, points: Sequence[Point], costs: Sequence[sl.ModelCosts]
 ) -> tuple[list[float], list[float]]:
     """Print the points of a model; return the errors, and what trusting the choices would cost."""
     device = sl.Device.named("cpu")
     errors, losses = [], []
     for count in sorted({point.pipe.schedule.num_microbatches for point in points}):
         group = [p for p in points if p.pipe.schedule.num_microbatches == count]
-        predicted = [point.predicted(costs, device) for point in group]
-        measured = [statistics.median(point.measured) for point in group]
-        for point, guess, truth in zip(group, predicted, measured, strict=True):
-            errors.append(guess / truth - 1)
+        predicted = [[point.predicted(each, device) for each in costs] for point in group]
+        together = [
+            statistics.mean(times) for times in zip(*(p.measured for p in group), strict=True)
+        ]
+        shares = []
+        for point, guesses in zip(group, predicted, strict=True):
+            pairs = list(zip(guesses, point.measured, strict=True))
+            errors.append(statistics.median(guess / truth - 1 for guess, truth in pairs))
+            shares.append(
+                statistics.median(m / t for m, t in zip(point.measured, together, strict=True))
+            )
+            guess, truth = (1e3 * statistics.median(each) for each in zip(*pairs, strict=True))
             print(
-                f"| {name} | {count} | {point.name} | {1e3 * guess:.1f} | {1e3 * truth:.1f} "
+                f"| {name} | {count} | {point.name} | {guess:.1f} | {truth:.1f} "
                 f"| {errors[-1]:+.1%} |"
             )
-        chosen = measured[predicted.index(min(predicted))]
-        losses.append(chosen / min(measured) - 1)
+        medians = [statistics.median(guesses) for guesses in predicted]
+        losses.append(shares[medians.index(min(medians))] / min(shares) - 1)
     return errors, losses
 
 
