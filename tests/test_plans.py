@@ -140,9 +140,7 @@ def test_costs_of_your_own() -> None:
     graph = sl.capture(model, (x,))
     costs = sl.estimate_costs(graph, SMALL, rows=3)
     best = sl.find_plans(graph, ranks=2, batch_size=12, costs=costs, microbatches=[4]).best
-    link = sl.Device.named("cpu").link
-    hops = [link.time(stage.output_bytes) for stage in costs.stages(best.sizes)[:-1]]
-    told = costs.simulated(best.sizes, latency=hops)
+    told = costs.placed(best.sizes, best.placement, sl.Device.named("cpu"))
     assert best.predicted.T == sl.simulate(best.schedule, told).T
     few = sl.ModelCosts(costs.blocks[:-1], costs.rows, costs.origin)
     with pytest.raises(sl.ConfigError, match="they are of 7 blocks, the model has 8"):

@@ -112,9 +112,8 @@ class Point:
         self.measured.append(time.perf_counter() - start)
 
     def predicted(self, costs: sl.ModelCosts, device: sl.Device) -> float:
-        stages = costs.stages(self.sizes)
-        hops = [device.link.time(stage.output_bytes) for stage in stages[:-1]]
-        found = sl.simulate(self.pipe.schedule, costs.simulated(self.sizes, latency=hops))
+        schedule = self.pipe.schedule
+        found = sl.simulate(schedule, costs.placed(self.sizes, schedule.placement, device))
         return float(found.T) / 1e9
 
 
@@ -230,8 +229,10 @@ def main() -> None:
             point.pipe.close()
     if says:
         print(f"\n{len(errors)} points; median error {statistics.median(map(abs, errors)):.1%}")
-        print(f"the predicted best is slower than the best by {max(losses):.1%} at most,")
-        print(f"{statistics.median(losses):.1%} in the median of {len(losses)} choices")
+        slower = ", ".join(f"{loss:.1%}" for loss in losses)
+        print(
+            f"the predicted best of a model and an m is slower than the measured best by {slower}"
+        )
 
 
 if __name__ == "__main__":

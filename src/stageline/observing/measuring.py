@@ -50,8 +50,8 @@ def measure_costs(
         graph: What ``sl.capture`` returned.
         rows: The size of a microbatch, or several sizes; as many as the example has if left out.
             Rows of the example are left out or repeated.
-        repeats: How often everything is timed, two microbatches each; the lower quartile counts,
-            for other programs only ever add to a time.
+        repeats: How often everything is timed, two microbatches each; the average counts, without
+            the longest tenth.
         busy: How many ranks run at the same time. If left out, as many as this process has cores,
             but at most 8 and at most one per block; one under torchrun, where every process
             measures at the same time.

@@ -16,7 +16,9 @@ from typing import Any
 
 from stageline.errors import ConfigError
 from stageline.partitioning.amounts import show_bytes
-from stageline.scheduling import Costs
+from stageline.partitioning.device import Device
+from stageline.scheduling import Costs, Kind
+from stageline.scheduling.costs import Number
 from stageline.wording import aligned
 
 _FORMAT = "stageline costs"
@@ -126,6 +128,42 @@ class ModelCosts:
             input_gradient_frees=[stage.input_gradient_frees for stage in stages],
             edge_bytes=[stage.output_bytes for stage in stages[:-1]] or 0,
             **hops,
+        )
+
+    def placed(self, sizes: Sequence[int], placement: Sequence[int], device: Device) -> Costs:
+        """Return the same for stages on ranks, with what it takes to send values between them.
+
+        Example:
+            >>> from stageline.partitioning.device import Link
+            >>> block = BlockCosts("layer", 10, 10, 10, 20, 8, 32, 16, 5, 20, 8)
+            >>> costs = ModelCosts((block,) * 3, rows=4, origin="by hand")
+            >>> device = Device("", {"float32": 1.0}, 1.0, link=Link(4e-9, 2e9, handling=3e-9))
+            >>> placed = costs.placed([1, 1, 1], [0, 1, 1], device)
+            >>> placed.forward, placed.backward, placed.latency
+            ((13, 13, 10), (23, 23, 20), (8, 0))
+
+        Args:
+            sizes: How many blocks each stage has.
+            placement: The rank of each stage.
+            device: What connects the ranks.
+        """
+        links = [None if a == b else device.between(a, b) for a, b in pairwise(placement)]
+        sent = [stage.output_bytes for stage in self.stages(sizes)[:-1]]
+        hops = [link.time(size) if link else 0 for link, size in zip(links, sent, strict=True)]
+        busy = [round(link.handling * 1e9) if link else 0 for link in links]
+        told = self.simulated(sizes, latency=hops[0] if len(set(hops)) == 1 else hops or 0)
+        # A stage takes and gives one value in F, and one gradient in B or I.
+        both = [before + after for before, after in zip([0, *busy], [*busy, 0], strict=True)]
+
+        def longer(kind: Kind) -> list[Number]:
+            each = told.per_stage(kind, len(sizes))
+            return [time + more for time, more in zip(each, both, strict=True)]
+
+        return replace(
+            told,
+            forward=longer(Kind.FORWARD),
+            backward=longer(Kind.BACKWARD),
+            input_gradient=longer(Kind.INPUT_GRADIENT),
         )
 
     def at(self, rows: int) -> ModelCosts:

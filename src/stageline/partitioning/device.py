@@ -47,10 +47,13 @@ class Link:
     Attributes:
         latency: Seconds until the first byte arrives.
         bandwidth: Bytes per second.
+        handling: Seconds for which each of the two ranks is busy with one value; 0 where an
+            accelerator copies by itself.
     """
 
     latency: float = 0.0
     bandwidth: float = 10e9
+    handling: float = 0.0
 
     def time(self, num_bytes: int) -> int:
         """Return the nanoseconds of one value.
@@ -154,7 +157,7 @@ class Device:
 
 _LINKS = ("link", "network")
 _POSITIVE = ("bandwidth", "efficiency")
-_AT_LEAST_ZERO = ("overhead", "latency")
+_AT_LEAST_ZERO = ("overhead", "latency", "handling")
 
 
 def _faults(entries: Mapping[str, Any]) -> list[str]:
@@ -231,7 +234,7 @@ def _gpu(name: str, memory: int, bandwidth: float, link: float, **flops: float) 
 
 _KNOWN = {
     # What balance goes by where nothing else is said: one core, and a hop through shared memory.
-    "cpu": Device("a nominal CPU core", {"float32": 50e9}, 10e9, link=Link(30e-6, 10e9)),
+    "cpu": Device("a nominal CPU core", {"float32": 50e9}, 10e9, link=Link(30e-6, 10e9, 80e-6)),
     "V100": _gpu("V100 32GB", 32, 900, 150, float32=15.7, float16=125),
     "A100": _gpu("A100 80GB", 80, 2039, 300, float32=19.5, bfloat16=312, float16=312),
     "H100": _gpu("H100 80GB", 80, 3350, 450, float32=67, bfloat16=989, float16=989),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
 
 from stageline.partitioning.blocks import COPIES_OF_PARAMETERS
 from stageline.partitioning.costs import ModelCosts
@@ -44,12 +43,10 @@ class Evaluator:
     def simulated(self, candidate: Candidate, sizes: Sequence[int]) -> Costs:
         """Return what the simulator is told of a candidate that is cut so."""
         costs = self.cutter(candidate.rows).costs
+        if self._device is None:
+            return costs.simulated(sizes)
         ranks = candidate.method.placement(candidate.num_ranks)
-        hops = [
-            0 if self._device is None else self._device.between(*pair).time(stage.output_bytes)
-            for pair, stage in zip(pairwise(ranks), costs.stages(sizes)[:-1], strict=True)
-        ]
-        return costs.simulated(sizes, latency=hops[0] if len(set(hops)) == 1 else hops or 0)
+        return costs.placed(sizes, ranks, self._device)
 
     def reduction(self, candidate: Candidate, parameter_bytes: int) -> int:
         """Return the nanoseconds in which the copies of a rank add up their gradients.
