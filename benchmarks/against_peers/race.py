@@ -1,0 +1,241 @@
+"""The race: contestants that live side by side and run one after the other, round after round.
+
+Every contestant is a group of processes that sleep on a pipe while it is not their turn. In every
+round each has one turn, in random order, so load that comes and goes hits all alike; what is
+compared are times of one round.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import select
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import stageline as sl
+from environments import FOLDER, python_of
+from lineup import LIMIT, Entry
+from models import Case
+from plain import reference
+
+HERE = Path(__file__).resolve().parent
+TOLERANCE = 1e-4  # of a loss, relative
+PATIENCE = 300.0  # seconds for an answer
+Answer = dict[str, Any]
+
+
+class Failed(Exception):
+    """A contestant cannot take part; the message says why."""
+
+
+@dataclass
+class Outcome:
+    """What a case has shown.
+
+    Attributes:
+        case: Which.
+        seconds: Of a step in every round, by entry.
+        failures: Why an entry is not among them, or was wrong.
+        untied: Entries that train copies of a block which is one block.
+        versions: Of the packages that took part.
+        load: What the machine was busy with, this race included: 1-minute averages.
+    """
+
+    case: Case
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    untied: set[str] = field(default_factory=set)
+    versions: dict[str, str] = field(default_factory=dict)
+    load: list[float] = field(default_factory=list)
+
+
+class Group:
+    """The processes of one contestant."""
+
+    def __init__(self, entry: Entry, case: Case, folder: Path, log: Path) -> None:
+        self.entry, self.case = entry, case
+        python = python_of(entry.environment, folder)
+        if not python.exists():
+            raise Failed("not installed: run.py --install")
+        request = {"kind": entry.kind, "case": case.letter, "options": dict(entry.options)}
+        port = _free_port()
+        self._links: list[tuple[IO[str], IO[str], subprocess.Popen[bytes]]] = []
+        for rank in range(entry.processes):
+            command_read, command_write = os.pipe()
+            answer_read, answer_write = os.pipe()
+            line = [str(python), str(HERE / "worker.py"), str(command_read), str(answer_write)]
+            with (log / f"{entry.kind}-{rank}.txt").open("ab") as output:
+                process = subprocess.Popen(
+                    [*line, json.dumps(request)],
+                    env=_environment(entry, python, rank, port),
+                    pass_fds=(command_read, answer_write),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                )
+            os.close(command_read)
+            os.close(answer_write)
+            commands = os.fdopen(command_write, "w", buffering=1)
+            self._links.append((commands, os.fdopen(answer_read, "r"), process))
+
+    def said(self) -> list[Answer]:
+        """Return the next answer of every process."""
+        answers: list[Answer] = []
+        deadline = time.monotonic() + PATIENCE
+        for _, incoming, process in self._links:
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([incoming], [], [], left)[0]:
+                raise Failed(f"no answer within {PATIENCE:.0f} s")
+            line = incoming.readline()
+            if not line:
+                raise Failed(f"ended with exit code {process.wait()}")
+            answers.append(json.loads(line))
+        errors = [answer["error"] for answer in answers if "error" in answer]
+        if errors:
+            raise Failed(errors[0].splitlines()[0])
+        return answers
+
+    def turn(self) -> float:
+        """Let it run its steps; return the seconds of one."""
+        for commands, _, _ in self._links:
+            commands.write(json.dumps({"steps": self.case.steps}) + "\n")
+        answers = self.said()
+        if self.entry.name == LIMIT:
+            return makespan(self.case, answers)
+        # Ranks begin and end at different times; how long a step takes is the same for all.
+        return statistics.fmean(answer["seconds"] for answer in answers)
+
+    def close(self) -> None:
+        for commands, incoming, process in self._links:
+            commands.close()
+            incoming.close()
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def makespan(case: Case, answers: list[Answer]) -> float:
+    """Return the time of a step of 1F1B in which nothing is waited for but the schedule."""
+    costs = sl.Costs(
+        forward=[answer["forward"] for answer in answers],
+        backward=[answer["backward"] for answer in answers],
+    )
+    schedule = sl.schedules.one_f_one_b(2, case.num_microbatches)
+    # The first rank ends last, and its next step begins after its optimizer.
+    return float(sl.simulate(schedule, costs).T) + float(answers[0]["update"])
+
+
+def _environment(entry: Entry, python: Path, rank: int, port: int) -> dict[str, str]:
+    """Return the environment that torchrun would make, without its own process beside the race."""
+    environment = dict(os.environ)
+    environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(entry.threads)
+    environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', '')}"
+    if entry.environment is not None:
+        environment.pop("PYTHONPATH", None)
+        environment["TORCH_EXTENSIONS_DIR"] = str(python.parents[1] / "extensions")
+    if entry.processes > 1:
+        environment |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(entry.processes),
+            "LOCAL_WORLD_SIZE": str(entry.processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    return environment
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def race(
+    case: Case, entries: Iterable[Entry], rounds: int, folder: Path = FOLDER, *, seed: int = 0
+) -> Outcome:
+    """Run a case; the first round warms up and is not counted."""
+    outcome, shuffle = Outcome(case), random.Random(seed)
+    log = folder.parent / "against_peers" / case.letter
+    log.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        groups = _started(case, entries, folder, log, outcome, stack)
+        for number in range(rounds + 1):
+            for group in shuffle.sample(groups, len(groups)):
+                name = group.entry.name
+                if name in outcome.failures:
+                    continue
+                try:
+                    seconds = group.turn()
+                except Failed as failure:
+                    outcome.failures[name] = str(failure)
+                    outcome.seconds.pop(name, None)
+                    continue
+                if number:
+                    outcome.seconds.setdefault(name, []).append(seconds)
+            outcome.load.append(os.getloadavg()[0])
+    return outcome
+
+
+def _started(
+    case: Case,
+    entries: Iterable[Entry],
+    folder: Path,
+    log: Path,
+    outcome: Outcome,
+    stack: ExitStack,
+) -> list[Group]:
+    """Start one contestant after the other, and keep those that compute what the plain model does.
+
+    Each is alone while it starts: many that import torch at once wait for each other for minutes.
+    """
+    expected = {tied: reference(case, tied=tied) for tied in ({True, case.each is None})}
+    groups = []
+    for entry in entries:
+        try:
+            group = Group(entry, case, folder, log)
+            stack.callback(group.close)
+            answers = group.said()
+            _note(entry, answers, expected, outcome)
+        except Failed as failure:
+            outcome.failures[entry.name] = str(failure)
+            print(f"  {entry.name}: {failure}", file=sys.stderr, flush=True)
+            continue
+        groups.append(group)
+    return groups
+
+
+def _note(
+    entry: Entry, answers: list[Answer], expected: Mapping[bool, list[float]], outcome: Outcome
+) -> None:
+    """Compare the losses of the first steps with the plain model's, and remember the rest."""
+    for answer in answers:
+        outcome.versions |= answer["versions"]
+    if entry.name == LIMIT:
+        return
+    tied = answers[0]["tied"]
+    if not tied:
+        outcome.untied.add(entry.name)
+    losses = next((a["losses"] for a in answers if None not in a["losses"]), None)
+    if losses is None:
+        raise Failed("it showed no loss")
+    wanted = expected[tied]
+    if not all(
+        math.isclose(loss, want, rel_tol=TOLERANCE)
+        for loss, want in zip(losses, wanted, strict=True)
+    ):
+        shown, right = (" ".join(f"{x:.5f}" for x in xs) for xs in (losses, wanted))
+        raise Failed(f"wrong: losses {shown}, the plain model's are {right}")
