@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from contestant import Contestant
-from models import RATE, Batch, Case, IterationBlock, IterativeNetwork
+from models import Batch, Case, IterationBlock, IterativeNetwork
 
 
 def build(case: Case, dropout: float) -> Contestant:
@@ -33,7 +33,7 @@ def build(case: Case, dropout: float) -> Contestant:
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(
         model=module,
-        optimizer=torch.optim.SGD(parameters, lr=RATE),
+        optimizer=torch.optim.SGD(parameters, lr=case.rate),
         model_parameters=parameters,
         config={
             "train_micro_batch_size_per_gpu": case.rows,

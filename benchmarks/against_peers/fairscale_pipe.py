@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from contestant import Contestant
-from models import RATE, Case
+from models import Case
 
 
 def build(case: Case, dropout: float) -> Contestant:
@@ -33,7 +33,7 @@ def build(case: Case, dropout: float) -> Contestant:
 def trained_whole(case: Case, pipe: nn.Module, *, tied: bool = True) -> Contestant:
     """Train a module that takes the whole batch and cuts it by itself."""
     x, y = case.batch()
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=case.rate)
 
     def step() -> Tensor:
         loss = case.loss(pipe(x), y)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 SEED = 0
-RATE = 0.05  # of SGD
 CHECKED = 3  # steps whose losses are compared: the second depends on the gradients of the first
 Loss = Callable[[Tensor, Tensor], Tensor]
 Batch = tuple[Tensor, Tensor]
@@ -34,6 +33,7 @@ class Case:
         num_microbatches: Of a step.
         cuts: Layers per stage, by the number of stages.
         steps: How many steps a turn has: a few tenths of a second.
+        rate: Of SGD: large enough that a missing gradient shows in the next loss.
         dropout: While timed; nothing is dropped while results are compared.
         each: What to split at for a stage per call of a module, where a module is called again.
     """
@@ -47,6 +47,7 @@ class Case:
     num_microbatches: int
     cuts: dict[int, list[int]]
     steps: int
+    rate: float = 0.05
     dropout: float = 0.0
     each: str | None = None
 
@@ -76,11 +77,18 @@ class Case:
         return list(zip(x.split(self.rows), y.split(self.rows), strict=True))
 
 
+def linear(width: int) -> nn.Linear:
+    """Return a layer through which activations and gradients keep their size: all matter then."""
+    layer = nn.Linear(width, width)
+    nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    return layer
+
+
 def stack(width: int) -> Callable[[float], nn.Module]:
     """Return what builds 8 times Linear and ReLU."""
 
     def make(dropout: float) -> nn.Module:
-        pairs = [(nn.Linear(width, width), nn.ReLU()) for _ in range(8)]
+        pairs = [(linear(width), nn.ReLU()) for _ in range(8)]
         return nn.Sequential(*(layer for pair in pairs for layer in pair))
 
     return make
@@ -201,7 +209,7 @@ class IterationBlock(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.lin = nn.Linear(width, width)
+        self.lin = linear(width)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.lin(x))
@@ -305,6 +313,7 @@ _CASES = (
         num_microbatches=8,
         cuts=HALVES_OF_10,
         steps=4,
+        rate=0.001,
     ),
     Case(
         letter="f",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import stageline as sl
 from contestant import Contestant
-from models import RATE, Case
+from models import Case
 
 
 def build(case: Case, dropout: float, schedule: str = "1f1b", stages: int = 2) -> Contestant:
@@ -31,7 +31,7 @@ def build(case: Case, dropout: float, schedule: str = "1f1b", stages: int = 2) -
         schedule=schedule,
         loss_fn=case.loss,
     )
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=case.rate)
 
     def step() -> Tensor:
         loss = pipe.step(x, target=y).loss

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from contestant import Contestant
-from models import CHECKED, RATE, Case
+from models import CHECKED, Case
 
 
 def build(case: Case, dropout: float) -> Contestant:
@@ -23,7 +23,7 @@ def reference(case: Case, *, tied: bool) -> list[float]:
 
 def _trained(case: Case, model: nn.Module) -> Contestant:
     parts, share = case.microbatches(), 1 / case.num_microbatches
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=case.rate)
 
     def step() -> Tensor:
         total = torch.zeros(())

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models import RATE, Case
+from models import Case
 from stageline.running.allocator import keep_freed_memory
 from stageline.torch_private import run_backward
 
@@ -33,7 +33,7 @@ class Stage:
         first = case.cuts[2][0]
         before, mine = (layers[:first], layers[first:]) if self.rank else ([], layers[:first])
         self.module = nn.Sequential(*mine)
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=RATE)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=case.rate)
         with torch.no_grad():
             self.inputs = [nn.Sequential(*before)(x) for x, _ in case.microbatches()]
             self.root = torch.full((), 1 / case.num_microbatches)

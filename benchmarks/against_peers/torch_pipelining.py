@@ -11,7 +11,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from contestant import Contestant
-from models import RATE, Case
+from models import Case
 
 
 def build(case: Case, dropout: float, schedule: str = "1F1B", stages: int = 2) -> Contestant:
@@ -47,7 +47,7 @@ def build(case: Case, dropout: float, schedule: str = "1F1B", stages: int = 2) -
     )
     holds_last = stages - 1 in mine
     parameters = {id(p): p for i in mine for p in parts[i].parameters()}
-    optimizer = torch.optim.SGD(list(parameters.values()), lr=RATE)
+    optimizer = torch.optim.SGD(list(parameters.values()), lr=case.rate)
 
     def step() -> Tensor | None:
         losses: list[Tensor] = []
