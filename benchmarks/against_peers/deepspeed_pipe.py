@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
@@ -15,7 +14,6 @@ from models import Batch, Case, IterationBlock, IterativeNetwork
 
 
 def build(case: Case, dropout: float) -> Contestant:
-    os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     from deepspeed.pipe import PipelineModule
 

@@ -14,22 +14,22 @@ import random
 import select
 import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import stageline as sl
-from environments import FOLDER, python_of
+from environments import ROOT, python_of
 from lineup import LIMIT, Entry
 from models import Case
+from nursery import Child, Nursery
 from plain import reference
 
-HERE = Path(__file__).resolve().parent
+LOGS = ROOT / "build" / "against_peers"
 TOLERANCE = 1e-4  # of a loss, relative
 PATIENCE = 300.0  # seconds for an answer
 Answer = dict[str, Any]
@@ -63,43 +63,34 @@ class Outcome:
 class Group:
     """The processes of one contestant."""
 
-    def __init__(self, entry: Entry, case: Case, folder: Path, log: Path) -> None:
+    def __init__(self, entry: Entry, case: Case, nursery: Nursery, log: Path) -> None:
         self.entry, self.case = entry, case
-        python = python_of(entry.environment, folder)
-        if not python.exists():
-            raise Failed("not installed: run.py --install")
-        request = {"kind": entry.kind, "case": case.letter, "options": dict(entry.options)}
         port = _free_port()
-        self._links: list[tuple[IO[str], IO[str], subprocess.Popen[bytes]]] = []
+        self._children: list[Child] = []
         for rank in range(entry.processes):
-            command_read, command_write = os.pipe()
-            answer_read, answer_write = os.pipe()
-            line = [str(python), str(HERE / "worker.py"), str(command_read), str(answer_write)]
-            with (log / f"{entry.kind}-{rank}.txt").open("ab") as output:
-                process = subprocess.Popen(
-                    [*line, json.dumps(request)],
-                    env=_environment(entry, python, rank, port),
-                    pass_fds=(command_read, answer_write),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                )
-            os.close(command_read)
-            os.close(answer_write)
-            commands = os.fdopen(command_write, "w", buffering=1)
-            self._links.append((commands, os.fdopen(answer_read, "r"), process))
+            request = {
+                "kind": entry.kind,
+                "case": case.letter,
+                "options": dict(entry.options),
+                "environment": _world(rank, entry.processes, port),
+            }
+            try:
+                child = nursery.start(request, log / f"{entry.kind}-{rank}.txt")
+            except OSError as error:
+                raise Failed(str(error)) from error
+            self._children.append(child)
 
     def said(self) -> list[Answer]:
         """Return the next answer of every process."""
         answers: list[Answer] = []
         deadline = time.monotonic() + PATIENCE
-        for _, incoming, process in self._links:
+        for child in self._children:
             left = max(0.0, deadline - time.monotonic())
-            if not select.select([incoming], [], [], left)[0]:
+            if not select.select([child.answers], [], [], left)[0]:
                 raise Failed(f"no answer within {PATIENCE:.0f} s")
-            line = incoming.readline()
+            line = child.answers.readline()
             if not line:
-                raise Failed(f"ended with exit code {process.wait()}")
+                raise Failed("a process of it has died: see its log")
             answers.append(json.loads(line))
         errors = [answer["error"] for answer in answers if "error" in answer]
         if errors:
@@ -108,8 +99,8 @@ class Group:
 
     def turn(self) -> float:
         """Let it run its steps; return the seconds of one."""
-        for commands, _, _ in self._links:
-            commands.write(json.dumps({"steps": self.case.steps}) + "\n")
+        for child in self._children:
+            child.commands.write(json.dumps({"steps": self.case.steps}) + "\n")
         answers = self.said()
         if self.entry.name == LIMIT:
             return makespan(self.case, answers)
@@ -117,14 +108,33 @@ class Group:
         return statistics.fmean(answer["seconds"] for answer in answers)
 
     def close(self) -> None:
-        for commands, incoming, process in self._links:
-            commands.close()
-            incoming.close()
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for child in self._children:
+            child.close()
+
+
+class Nurseries:
+    """The processes that contestants are forked from, each made when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[tuple[str | None, int], Nursery] = {}
+
+    def __enter__(self) -> Nurseries:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for nursery in self._known.values():
+            nursery.close()
+
+    def of(self, entry: Entry) -> Nursery:
+        key = (entry.environment, entry.threads)
+        if key not in self._known:
+            python = python_of(entry.environment, self._folder)
+            if not python.exists():
+                raise Failed("not installed: run.py --install")
+            imports = ["torch", "torch.distributed", entry.environment or "stageline"]
+            self._known[key] = Nursery(python, _environment(entry, python), imports)
+        return self._known[key]
 
 
 def makespan(case: Case, answers: list[Answer]) -> float:
@@ -138,24 +148,29 @@ def makespan(case: Case, answers: list[Answer]) -> float:
     return float(sl.simulate(schedule, costs).T) + float(answers[0]["update"])
 
 
-def _environment(entry: Entry, python: Path, rank: int, port: int) -> dict[str, str]:
-    """Return the environment that torchrun would make, without its own process beside the race."""
+def _environment(entry: Entry, python: Path) -> dict[str, str]:
     environment = dict(os.environ)
     environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(entry.threads)
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', '')}"
     if entry.environment is not None:
         environment.pop("PYTHONPATH", None)
         environment["TORCH_EXTENSIONS_DIR"] = str(python.parents[1] / "extensions")
-    if entry.processes > 1:
-        environment |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(entry.processes),
-            "LOCAL_WORLD_SIZE": str(entry.processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+        environment["DS_ACCELERATOR"] = "cpu"
     return environment
+
+
+def _world(rank: int, size: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun would set; without it, nobody looks after processes."""
+    if size == 1:
+        return {}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def _free_port() -> int:
@@ -164,15 +179,11 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def race(
-    case: Case, entries: Iterable[Entry], rounds: int, folder: Path = FOLDER, *, seed: int = 0
-) -> Outcome:
+def race(case: Case, entries: Iterable[Entry], rounds: int, nurseries: Nurseries) -> Outcome:
     """Run a case; the first round warms up and is not counted."""
-    outcome, shuffle = Outcome(case), random.Random(seed)
-    log = folder.parent / "against_peers" / case.letter
-    log.mkdir(parents=True, exist_ok=True)
+    outcome, shuffle = Outcome(case), random.Random(0)
     with ExitStack() as stack:
-        groups = _started(case, entries, folder, log, outcome, stack)
+        groups = _started(case, entries, nurseries, outcome, stack)
         for number in range(rounds + 1):
             for group in shuffle.sample(groups, len(groups)):
                 name = group.entry.name
@@ -193,20 +204,21 @@ def race(
 def _started(
     case: Case,
     entries: Iterable[Entry],
-    folder: Path,
-    log: Path,
+    nurseries: Nurseries,
     outcome: Outcome,
     stack: ExitStack,
 ) -> list[Group]:
     """Start one contestant after the other, and keep those that compute what the plain model does.
 
-    Each is alone while it starts: many that import torch at once wait for each other for minutes.
+    What they print goes to files below build/.
     """
+    log = LOGS / case.letter
+    log.mkdir(parents=True, exist_ok=True)
     expected = {tied: reference(case, tied=tied) for tied in ({True, case.each is None})}
     groups = []
     for entry in entries:
         try:
-            group = Group(entry, case, folder, log)
+            group = Group(entry, case, nurseries.of(entry), log)
             stack.callback(group.close)
             answers = group.said()
             _note(entry, answers, expected, outcome)

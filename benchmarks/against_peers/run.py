@@ -10,7 +10,7 @@ import table
 from environments import FOLDER, PEERS, install
 from models import CASES, Case
 from plot import svg
-from race import Outcome, race
+from race import Nurseries, Outcome, race
 
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- results: begin, written by run.py --write -->", "<!-- results: end -->"
@@ -58,14 +58,15 @@ def main() -> None:
     outcomes: list[Outcome] = []
     tables: list[str] = []
     order: list[str] = []
-    for letter in letters:
-        racing = entries(CASES[letter], asked)
-        names = [entry.name for entry in racing]
-        outcome = race(CASES[letter], racing, rounds, asked.peers)
-        outcomes.append(outcome)
-        tables.append(table.markdown(outcome, names))
-        order += [name for name in names if name not in order]
-        print(f"{tables[-1]}\n", flush=True)
+    with Nurseries(asked.peers) as nurseries:
+        for letter in letters:
+            racing = entries(CASES[letter], asked)
+            names = [entry.name for entry in racing]
+            outcome = race(CASES[letter], racing, rounds, nurseries)
+            outcomes.append(outcome)
+            tables.append(table.markdown(outcome, names))
+            order += [name for name in names if name not in order]
+            print(f"{tables[-1]}\n", flush=True)
     print(table.setting(outcomes, rounds))
     if asked.write:
         write(outcomes, tables, order, rounds)
