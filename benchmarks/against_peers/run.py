@@ -54,7 +54,7 @@ def main() -> None:
     if asked.install:
         install(asked.peers, list(PEERS))
     letters = asked.cases or ("ab" if asked.short else "".join(CASES))
-    rounds = asked.rounds or (5 if asked.short else 15)
+    rounds = asked.rounds or (5 if asked.short else 11)
     outcomes: list[Outcome] = []
     tables: list[str] = []
     order: list[str] = []
