@@ -87,7 +87,7 @@ bench: $(READY)  ## run the short form of every benchmark in benchmarks/
 	done; [ -n "$$found" ] || echo "no benchmarks yet: benchmarks/<question>/run.py"
 
 bench-full: $(READY)  ## run every benchmark whole, the peers in environments of their own: an hour
-	@$(BIN)/python benchmarks/against_peers/run.py --install --cases=
+	@$(BIN)/python benchmarks/against_peers/run.py --install
 	@for run in benchmarks/*/run.py; do \
 	    echo "== $$run"; $(BIN)/python "$$run" || exit; \
 	done

@@ -46,6 +46,7 @@ class Outcome:
     Attributes:
         case: Which.
         seconds: Of a step in every round, by entry.
+        cpu: Seconds of CPU time of a step in every round, all threads and processes together.
         failures: Why an entry is not among them, or was wrong.
         untied: Entries that train copies of a block which is one block.
         versions: Of the packages that took part.
@@ -54,6 +55,7 @@ class Outcome:
 
     case: Case
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    cpu: dict[str, list[float]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     untied: set[str] = field(default_factory=set)
     versions: dict[str, str] = field(default_factory=dict)
@@ -97,15 +99,18 @@ class Group:
             raise Failed(errors[0].splitlines()[0])
         return answers
 
-    def turn(self) -> float:
-        """Let it run its steps; return the seconds of one."""
+    def turn(self) -> tuple[float, float]:
+        """Let it run its steps; return the seconds of one, and its CPU time."""
         for child in self._children:
             child.commands.write(json.dumps({"steps": self.case.steps}) + "\n")
         answers = self.said()
         if self.entry.name == LIMIT:
-            return makespan(self.case, answers)
+            work = sum(answer["forward"] + answer["backward"] for answer in answers)
+            updates = sum(answer["update"] for answer in answers)
+            return makespan(self.case, answers), work * self.case.num_microbatches + updates
         # Ranks begin and end at different times; how long a step takes is the same for all.
-        return statistics.fmean(answer["seconds"] for answer in answers)
+        seconds = statistics.fmean(answer["seconds"] for answer in answers)
+        return seconds, sum(answer["cpu"] for answer in answers)
 
     def close(self) -> None:
         for child in self._children:
@@ -190,13 +195,14 @@ def race(case: Case, entries: Iterable[Entry], rounds: int, nurseries: Nurseries
                 if name in outcome.failures:
                     continue
                 try:
-                    seconds = group.turn()
+                    seconds, cpu = group.turn()
                 except Failed as failure:
                     outcome.failures[name] = str(failure)
                     outcome.seconds.pop(name, None)
                     continue
                 if number:
                     outcome.seconds.setdefault(name, []).append(seconds)
+                    outcome.cpu.setdefault(name, []).append(cpu)
             outcome.load.append(os.getloadavg()[0])
     return outcome
 

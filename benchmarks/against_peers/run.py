@@ -19,7 +19,7 @@ BEGIN, END = "<!-- results: begin, written by run.py --write -->", "<!-- results
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="two small cases, no installed peers")
-    parser.add_argument("--install", action="store_true", help="make the peers' environments first")
+    parser.add_argument("--install", action="store_true", help="make the peers' environments")
     parser.add_argument("--peers", type=Path, default=FOLDER, help="where these environments are")
     parser.add_argument("--cases", default="", help="letters of the cases, such as abd")
     parser.add_argument("--only", default="", help="entries whose names hold one of these, a,b,...")
@@ -53,6 +53,7 @@ def main() -> None:
     asked = arguments()
     if asked.install:
         install(asked.peers, list(PEERS))
+        return
     letters = asked.cases or ("ab" if asked.short else "".join(CASES))
     rounds = asked.rounds or (5 if asked.short else 11)
     outcomes: list[Outcome] = []

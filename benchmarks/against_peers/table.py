@@ -20,6 +20,7 @@ class Line:
 
     name: str
     milliseconds: float
+    cpu: float
     spread: float
     over_torch: float | None
     over_plain: float | None
@@ -39,6 +40,7 @@ def lines(outcome: Outcome, order: Iterable[str]) -> list[Line]:
         Line(
             name,
             1000 * statistics.median(outcome.seconds[name]),
+            1000 * statistics.median(outcome.cpu[name]),
             _spread(outcome.seconds[name]),
             ratio(outcome, TORCH, name),
             ratio(outcome, PLAIN, name),
@@ -63,16 +65,16 @@ def markdown(outcome: Outcome, order: Sequence[str]) -> str:
     text = [
         f"**({case.letter}) {case.title}.**",
         "",
-        "| | ms | spread | over torch 1F1B | over plain | of the limit |",
-        "|---|---|---|---|---|---|",
+        "| | ms | spread | CPU ms | over torch 1F1B | over plain | of the limit |",
+        "|---|---|---|---|---|---|---|",
     ]
     for line in lines(outcome, order):
         mark = " (untied copies)" if line.name in outcome.untied else ""
         ratios = [_cell(x) for x in (line.over_torch, line.over_plain, line.of_limit)]
-        ms, spread = f"{line.milliseconds:.2f}", f"{line.spread:.0%}"
-        text.append(f"| {line.name}{mark} | {ms} | {spread} | {' | '.join(ratios)} |")
+        cells = [f"{line.milliseconds:.2f}", f"{line.spread:.0%}", f"{line.cpu:.2f}", *ratios]
+        text.append(f"| {line.name}{mark} | {' | '.join(cells)} |")
     for name, why in outcome.failures.items():
-        text.append(f"| {name} | {why.replace('|', '/')} | | | | |")
+        text.append(f"| {name} | {why.replace('|', '/')} | | | | | |")
     same = ratio(outcome, OURS, AGAIN)
     if same is not None:
         text += ["", f"A/A: {same:.2f}. Load {_range(outcome.load)}."]
