@@ -105,11 +105,10 @@ class Group:
             child.commands.write(json.dumps({"steps": self.case.steps}) + "\n")
         answers = self.said()
         if self.entry.name == LIMIT:
-            work = sum(answer["forward"] + answer["backward"] for answer in answers)
-            updates = sum(answer["update"] for answer in answers)
-            return makespan(self.case, answers), work * self.case.num_microbatches + updates
-        # Ranks begin and end at different times; how long a step takes is the same for all.
-        seconds = statistics.fmean(answer["seconds"] for answer in answers)
+            seconds = makespan(self.case, answers)
+        else:
+            # Ranks begin and end at different times; how long a step takes is the same for all.
+            seconds = statistics.fmean(answer["seconds"] for answer in answers)
         return seconds, sum(answer["cpu"] for answer in answers)
 
     def close(self) -> None:

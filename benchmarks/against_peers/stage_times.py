@@ -84,11 +84,16 @@ def build(case: Case) -> Callable[[int], dict[str, float]]:
     def turn(steps: int) -> dict[str, float]:
         stage.step()
         stage.spent, stage.steps = [0.0, 0.0, 0.0], 0
-        end = time.perf_counter() + SECONDS
+        end, cpu = time.perf_counter() + SECONDS, time.process_time()
         while stage.steps == 0 or time.perf_counter() < end:
             stage.step()
         forward, backward, update = (seconds / stage.steps for seconds in stage.spent)
         count = case.num_microbatches
-        return {"forward": forward / count, "backward": backward / count, "update": update}
+        return {
+            "forward": forward / count,
+            "backward": backward / count,
+            "update": update,
+            "cpu": (time.process_time() - cpu) / stage.steps,
+        }
 
     return turn
