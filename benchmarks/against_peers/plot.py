@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from lineup import AGAIN, LIMIT
-from race import Outcome
+from results import Outcome
 from table import Line, lines
 
 LEFT, RIGHT, BAR, GAP, SCALE = 270, 60, 14, 5, 210
@@ -14,18 +14,17 @@ COLORS = {"stageline": "#2f6fb5", "plain": "#8a8a8a", "limit": "#d9a400"}
 PEER = "#b5572f"
 
 
-def svg(outcomes: Sequence[Outcome], order: Sequence[str]) -> str:
+def svg(outcomes: Sequence[Outcome]) -> str:
     """Return the picture.
 
     Args:
         outcomes: One per case; each becomes a panel.
-        order: The names of the entries, from top to bottom.
     """
     panels: list[str] = []
     top = 30
     width = LEFT + RIGHT + 2 * SCALE
     for outcome in outcomes:
-        drawn, height = _panel(outcome, order, top, width)
+        drawn, height = _panel(outcome, top)
         panels.append(drawn)
         top += height
     body = "\n".join(panels)
@@ -39,10 +38,8 @@ def svg(outcomes: Sequence[Outcome], order: Sequence[str]) -> str:
     )
 
 
-def _panel(outcome: Outcome, order: Sequence[str], top: int, width: int) -> tuple[str, int]:
-    shown = [
-        line for line in lines(outcome, order) if line.over_plain is not None and line.name != AGAIN
-    ]
+def _panel(outcome: Outcome, top: int) -> tuple[str, int]:
+    shown = [line for line in lines(outcome) if line.over_plain is not None and line.name != AGAIN]
     title = f"({outcome.case.letter}) {outcome.case.title}"
     parts = [f'<text x="10" y="{top + 16}" font-weight="bold">{escape(title)}</text>']
     first = top + 24

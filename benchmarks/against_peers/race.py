@@ -18,18 +18,17 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import stageline as sl
-from environments import ROOT, python_of
+from environments import python_of
 from lineup import LIMIT, Entry
 from models import Case
 from nursery import Child, Nursery
 from plain import reference
+from results import LOGS, Outcome
 
-LOGS = ROOT / "build" / "against_peers"
 TOLERANCE = 1e-4  # of a loss, relative
 PATIENCE = 300.0  # seconds for an answer
 Answer = dict[str, Any]
@@ -37,29 +36,6 @@ Answer = dict[str, Any]
 
 class Failed(Exception):
     """A contestant cannot take part; the message says why."""
-
-
-@dataclass
-class Outcome:
-    """What a case has shown.
-
-    Attributes:
-        case: Which.
-        seconds: Of a step in every round, by entry.
-        cpu: Seconds of CPU time of a step in every round, all threads and processes together.
-        failures: Why an entry is not among them, or was wrong.
-        untied: Entries that train copies of a block which is one block.
-        versions: Of the packages that took part.
-        load: What the machine was busy with, this race included: 1-minute averages.
-    """
-
-    case: Case
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    cpu: dict[str, list[float]] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-    untied: set[str] = field(default_factory=set)
-    versions: dict[str, str] = field(default_factory=dict)
-    load: list[float] = field(default_factory=list)
 
 
 class Group:
@@ -185,7 +161,8 @@ def _free_port() -> int:
 
 def race(case: Case, entries: Iterable[Entry], rounds: int, nurseries: Nurseries) -> Outcome:
     """Run a case; the first round warms up and is not counted."""
-    outcome, shuffle = Outcome(case), random.Random(0)
+    entries = list(entries)
+    outcome, shuffle = Outcome(case, order=[entry.name for entry in entries]), random.Random(0)
     with ExitStack() as stack:
         groups = _started(case, entries, nurseries, outcome, stack)
         for number in range(rounds + 1):
@@ -245,7 +222,7 @@ def _note(
         return
     tied = answers[0]["tied"]
     if not tied:
-        outcome.untied.add(entry.name)
+        outcome.untied.append(entry.name)
     losses = next((a["losses"] for a in answers if None not in a["losses"]), None)
     if losses is None:
         raise Failed("it showed no loss")

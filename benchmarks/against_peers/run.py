@@ -10,7 +10,8 @@ import table
 from environments import FOLDER, PEERS, install
 from models import CASES, Case
 from plot import svg
-from race import Nurseries, Outcome, race
+from race import Nurseries, race
+from results import Outcome, save, saved
 
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- results: begin, written by run.py --write -->", "<!-- results: end -->"
@@ -39,14 +40,15 @@ def entries(case: Case, asked: argparse.Namespace) -> list[lineup.Entry]:
     ]
 
 
-def write(outcomes: list[Outcome], tables: list[str], order: list[str], rounds: int) -> None:
+def write(outcomes: list[Outcome]) -> None:
     """Replace the results in README.md and the picture beside it."""
     readme = HERE / "README.md"
     before, _, rest = readme.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
-    said = "\n\n".join([f"**Setting.** {table.setting(outcomes, rounds)}", *tables])
+    tables = [table.markdown(outcome) for outcome in outcomes]
+    said = "\n\n".join([f"**Setting.** {table.setting(outcomes)}", *tables])
     readme.write_text(f"{before}{BEGIN}\n{said}\n{END}{after}")
-    (HERE / "throughput.svg").write_text(svg(outcomes, order))
+    (HERE / "throughput.svg").write_text(svg(outcomes))
 
 
 def main() -> None:
@@ -56,21 +58,17 @@ def main() -> None:
         return
     letters = asked.cases or ("ab" if asked.short else "".join(CASES))
     rounds = asked.rounds or (5 if asked.short else 11)
-    outcomes: list[Outcome] = []
-    tables: list[str] = []
-    order: list[str] = []
+    raced: list[Outcome] = []
     with Nurseries(asked.peers) as nurseries:
         for letter in letters:
-            racing = entries(CASES[letter], asked)
-            names = [entry.name for entry in racing]
-            outcome = race(CASES[letter], racing, rounds, nurseries)
-            outcomes.append(outcome)
-            tables.append(table.markdown(outcome, names))
-            order += [name for name in names if name not in order]
-            print(f"{tables[-1]}\n", flush=True)
-    print(table.setting(outcomes, rounds))
+            outcome = race(CASES[letter], entries(CASES[letter], asked), rounds, nurseries)
+            print(f"{table.markdown(outcome)}\n", flush=True)
+            raced.append(outcome)
+            if not asked.short and not asked.only:
+                save(outcome)
+    print(table.setting(raced))
     if asked.write:
-        write(outcomes, tables, order, rounds)
+        write(saved())  # of this run, and for other cases the last one
 
 
 if __name__ == "__main__":

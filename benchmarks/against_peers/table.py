@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 
 from lineup import AGAIN, LIMIT, OURS, PLAIN, TORCH
-from race import Outcome
+from results import Outcome
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ def ratio(outcome: Outcome, over: str, under: str) -> float | None:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def lines(outcome: Outcome, order: Iterable[str]) -> list[Line]:
+def lines(outcome: Outcome) -> list[Line]:
     return [
         Line(
             name,
@@ -46,7 +45,7 @@ def lines(outcome: Outcome, order: Iterable[str]) -> list[Line]:
             ratio(outcome, PLAIN, name),
             ratio(outcome, LIMIT, name),
         )
-        for name in order
+        for name in outcome.order
         if name in outcome.seconds
     ]
 
@@ -59,7 +58,7 @@ def _spread(seconds: Sequence[float]) -> float:
     return (high - low) / middle
 
 
-def markdown(outcome: Outcome, order: Sequence[str]) -> str:
+def markdown(outcome: Outcome) -> str:
     """Return the table of a case."""
     case = outcome.case
     text = [
@@ -68,7 +67,7 @@ def markdown(outcome: Outcome, order: Sequence[str]) -> str:
         "| | ms | spread | CPU ms | over torch 1F1B | over plain | of the limit |",
         "|---|---|---|---|---|---|---|",
     ]
-    for line in lines(outcome, order):
+    for line in lines(outcome):
         mark = " (untied copies)" if line.name in outcome.untied else ""
         ratios = [_cell(x) for x in (line.over_torch, line.over_plain, line.of_limit)]
         cells = [f"{line.milliseconds:.2f}", f"{line.spread:.0%}", f"{line.cpu:.2f}", *ratios]
@@ -77,7 +76,8 @@ def markdown(outcome: Outcome, order: Sequence[str]) -> str:
         text.append(f"| {name} | {why.replace('|', '/')} | | | | | |")
     same = ratio(outcome, OURS, AGAIN)
     if same is not None:
-        text += ["", f"A/A: {same:.2f}. Load {_range(outcome.load)}."]
+        rounds = f"{len(outcome.seconds[OURS])} rounds, load {_range(outcome.load)}"
+        text += ["", f"A/A: {same:.2f}; {rounds}."]
     return "\n".join(text)
 
 
@@ -89,15 +89,16 @@ def _range(values: Sequence[float]) -> str:
     return f"{min(values):.1f} to {max(values):.1f}" if values else "unknown"
 
 
-def setting(outcomes: Sequence[Outcome], rounds: int) -> str:
-    """Return date, versions and machine in a sentence or two."""
+def setting(outcomes: Sequence[Outcome]) -> str:
+    """Return days, versions and machine in a sentence or two."""
     versions: dict[str, str] = {}
     for outcome in outcomes:
         versions |= outcome.versions
-    named = ", ".join(f"{name} {version}" for name, version in versions.items())
+    named = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+    days = " and ".join(sorted({outcome.day for outcome in outcomes}))
     return (
-        f"{date.today()}, {named}, Python {platform.python_version()}, {os.cpu_count()} cores of "
-        f"{_processor()}, {platform.system()}; {rounds} rounds."
+        f"{days}; {named}, Python {platform.python_version()}; {os.cpu_count()} cores of "
+        f"{_processor()}, {platform.system()}."
     )
 
 
