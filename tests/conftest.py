@@ -34,6 +34,7 @@ TESTS = Path(__file__).parent
 PURE = {
     "scheduling",
     "partitioning",
+    "planning",
     "cli",
     "people",  # but for the marked ones
     "test_conftest.py",

@@ -27,6 +27,7 @@ ORDER = (
     "pipeline",
     "training",
     "observing",
+    "plans",
     "compat",
     "cli",
     "testing",

@@ -130,7 +130,7 @@ SCHEDULES: dict[str, tuple[Callable[[], object], str]] = {
         r"schedule: unknown schedule '1F1B': choose one of .* Did you mean '1f1b'\?",
     ),
     "the function": (lambda: build(schedule=sl.schedules.gpipe), r"schedule.*wanted a name .*got"),
-    "None": (lambda: build(schedule=None), r"schedule.*wanted a name .*got None"),
+    "a number": (lambda: build(schedule=3), r"schedule.*wanted a name .*got 3"),
     "for other stages": (
         lambda: build(schedule=sl.schedules.gpipe(3, 4)),
         r"schedule: it is for 3 stages, the pipeline has 2",

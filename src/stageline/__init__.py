@@ -25,9 +25,17 @@ from stageline.errors import (
     StateError,
     StepError,
 )
+from stageline.observing.measuring import measure_costs
 from stageline.partitioning import Plan
+from stageline.partitioning.costs import BlockCosts, ModelCosts
+from stageline.partitioning.device import Device, Link
 from stageline.partitioning.partition import partition
 from stageline.pipeline import Pipeline
+from stageline.planning import find_schedule
+from stageline.planning.estimating import estimate_costs
+from stageline.planning.proposal import Proposal
+from stageline.planning.proposals import Proposals
+from stageline.plans import find_plans
 from stageline.running.events import ActionDone
 from stageline.running.merging import PerMicrobatch
 from stageline.running.microbatches import Batch, replicate
@@ -41,18 +49,24 @@ __all__ = [
     "Batch",
     "BatchError",
     "Block",
+    "BlockCosts",
     "CaptureError",
     "ConfigError",
     "Costs",
     "CutPoint",
+    "Device",
     "EdgeError",
     "Graph",
     "GuardError",
+    "Link",
+    "ModelCosts",
     "PeerError",
     "PerMicrobatch",
     "PipeError",
     "Pipeline",
     "Plan",
+    "Proposal",
+    "Proposals",
     "RemoteCause",
     "Schedule",
     "ScheduleError",
@@ -62,7 +76,11 @@ __all__ = [
     "StepResult",
     "begin_block",
     "capture",
+    "estimate_costs",
+    "find_plans",
+    "find_schedule",
     "layer_list",
+    "measure_costs",
     "parse",
     "partition",
     "remove_blocks",

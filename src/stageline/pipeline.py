@@ -16,7 +16,8 @@ from stageline.partitioning.sharing import find_shared
 from stageline.partitioning.sources import StageLike, StageSource, read_stages
 from stageline.partitioning.splits import Split
 from stageline.partitioning.weighing import Balance
-from stageline.planning import forecast
+from stageline.planning import Proposal, forecast
+from stageline.planning.adopting import adopt
 from stageline.running import assembly, differentiable
 from stageline.running.building import Builders
 from stageline.running.engine import Engine
@@ -69,10 +70,13 @@ class Pipeline:
             is one stage per process that torchrun started.
         balance: What a number of stages makes even: estimated "time", "memory" or "parameters".
         memory_limit: What a rank has, in bytes or as text: "16GiB".
-        plan: A plan of ``sl.partition``, instead of the model, the example and the split.
+        plan: A plan of ``sl.partition``, instead of the model, the example and the split; or a
+            proposal of ``sl.find_plans``, which has schedule and microbatches too.
         num_microbatches: How many microbatches a batch is cut into; 4 per rank if left out. A
             batch with fewer rows is cut into single rows.
-        schedule: ``"1f1b"``, ``"gpipe"``, ``"sequential"``, a ``Schedule``, or one in text form.
+        schedule: A name, such as ``"1f1b"`` (which it is if left out; ``sl.schedules.NAMES``), a
+            ``Schedule``, or one in text form. ``"auto"`` searches for one with the estimated times
+            of the stages that holds as many activations as 1F1B.
         loss_fn: ``(output, target) -> scalar``; None when the model returns its own loss.
         loss_reduction: ``"mean"``, ``"sum"``, or ``(microbatch, batch) -> weight``.
         ranks: How many ranks; one per stage if left out, under torchrun the number of processes.
@@ -102,9 +106,9 @@ class Pipeline:
         split: Split | None = None,
         balance: Balance = "time",
         memory_limit: int | str | None = None,
-        plan: Plan | None = None,
+        plan: Plan | Proposal | None = None,
         num_microbatches: int | None = None,
-        schedule: str | Schedule = "1f1b",
+        schedule: str | Schedule | None = None,
         loss_fn: LossFunction | None = None,
         loss_reduction: LossReduction = "mean",
         ranks: int | None = None,
@@ -119,11 +123,12 @@ class Pipeline:
         heartbeat_timeout: float = 30.0,
         observer: Observer | None = None,
     ) -> None:
+        plan, schedule, num_microbatches, contradictions = adopt(plan, schedule, num_microbatches)
         if ranks is None and isinstance(plan, Plan):
             ranks = max(plan.placement) + 1
         settings = Settings(
             num_microbatches=num_microbatches,
-            schedule=schedule,
+            schedule="1f1b" if schedule is None else schedule,
             loss_fn=loss_fn,
             loss_reduction=loss_reduction,
             ranks=ranks,
@@ -147,7 +152,7 @@ class Pipeline:
             else:
                 wanted = self._default_split(settings) if split is None else split
                 cut, faults = cut_any(model, wanted, example, builders.decide)
-            self._assemble("sl.Pipeline", cut, settings, faults, builders)
+            self._assemble("sl.Pipeline", cut, settings, contradictions + faults, builders)
 
     @staticmethod
     def _default_split(settings: Settings) -> int | None:

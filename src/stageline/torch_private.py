@@ -41,6 +41,9 @@ from torch._functorch import apis as functorch_apis
 # What a dispatch mode is asked about; the way to tell an operation with a generator from others.
 from torch._ops import OpOverload
 
+# Tensors that have a shape and a device and no numbers; torch.device("meta") has no such device.
+from torch._subclasses.fake_tensor import FakeTensorMode
+
 # The class between an autograd function and what is written in C++.
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import GradientEdge, Node
@@ -76,10 +79,12 @@ __all__ = [
     "CALL",
     "CHECKPOINT_GENERATOR",
     "COMPILED_CALL",
+    "CPU_ATTENTION",
     "NESTED_BACKWARDS",
     "SUPPORTED_NODES",
     "WRAPPER_OF_COMPILED",
     "DisableTorchFunction",
+    "FakeTensorMode",
     "GetAttrKey",
     "MappingKey",
     "OpOverload",
@@ -119,6 +124,12 @@ __all__ = [
     "treespec_loads",
     "without_overrides",
 ]
+
+# Attention on the CPU, forward and backward: torch's counter of operations leaves it out.
+CPU_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+)
 
 # What a recording does on its own account must not be recorded. The public
 # DisableTorchFunctionSubclass leaves the modes on.

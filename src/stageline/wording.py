@@ -57,6 +57,17 @@ def shares(counts: Sequence[int | None]) -> list[str]:
     return [f"{100 * count / total:.0f} %" for count in known]
 
 
+def milliseconds(seconds: float) -> str:
+    """Return a time in milliseconds, with as many digits as matter.
+
+    Example:
+        >>> milliseconds(1.23456), milliseconds(0.0123456), milliseconds(0.000123456)
+        ('1234.6', '12.35', '0.1235')
+    """
+    value = 1e3 * seconds
+    return f"{value:.1f}" if value >= 100 else f"{value:.4g}"
+
+
 def aligned(columns: Mapping[str, Sequence[str]], *, left: Sequence[str] = ()) -> str:
     """Return columns, by their titles, as a table.
 

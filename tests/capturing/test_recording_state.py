@@ -277,3 +277,11 @@ def test_a_captured_model_can_still_be_copied_and_pickled() -> None:
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(x), model(x))
     assert torch.equal(plan.run(x), model(x))
+
+
+def test_a_sequential_is_the_same_wherever_it_is_captured() -> None:
+    """The lines of its guards are those of the caller: a saved plan was refused on another line."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    one = sl.capture(model, (torch.zeros(2, 3),))
+    other = sl.capture(model, (torch.zeros(2, 3),))
+    assert one.fingerprint == other.fingerprint

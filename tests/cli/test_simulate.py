@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -221,3 +222,63 @@ def test_python_dash_m(module: str, capsys: Captured, monkeypatch: pytest.Monkey
         runpy.run_module(module, run_name="__main__")
     assert stop.value.code == 0
     assert "T 33 " in capsys.readouterr().out
+
+
+AUTO = ["simulate", "--schedule", "auto", "--ranks", "4", "--microbatches", "8"]
+
+
+def test_a_search_fits_and_says_how_good_it_is(capsys: Captured) -> None:
+    unit = ["--forward", "1", "--input-grad", "1", "--weight-grad", "1"]
+    assert main([*AUTO, *unit, "--metric", "span", "--memory-limit", "6", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["schedule"], figures["source"], figures["metric"]) == ("auto", "search", "span")
+    assert (figures["makespan"], figures["span"], figures["lower_bound"]) == (27, 25, 25)
+    assert figures["gap"] == 0
+    assert max(figures["peak_activations"]) <= 6
+    assert figures["fits"] is True
+    reached = {each["schedule"]: each["span"] for each in figures["candidates"]}
+    assert (reached["zb-h1"], reached["zb-h2"]) == (27, 24)
+
+
+def test_a_search_as_text(capsys: Captured) -> None:
+    arguments = ["--memory-limit", "4", "--forward", "2,1,1,2", "--latency", "1"]
+    assert main([*AUTO, *arguments]) == 0
+    *_, verdict, fit = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("auto from ")
+    assert fit == "auto fits: at most 4 of 4 activations"
+
+
+def test_a_search_on_two_stages_per_rank(capsys: Captured) -> None:
+    more = ["--stages-per-rank", "2", "--placement", "v", "--effort", "0.05", "--json"]
+    assert main([*AUTO, *more, "--activation-bytes", "3", "--memory-limit-bytes", "24"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["stages"] == 8
+    assert max(figures["peak_bytes"]) <= 24
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (AUTO[:-2], "schedule 'auto' needs --microbatches: add it"),
+        (AUTO[:3] + AUTO[5:], "schedule 'auto' needs --ranks: add it"),
+        ([*AUTO, "--memory-limit", "1/2"], "no schedule fits into the memory"),
+    ],
+)
+def test_a_search_for_nothing(capsys: Captured, arguments: list[str], message: str) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.people
+def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
+    """``stageline simulate ... | head -1`` ended with "Broken pipe"."""
+    sizes = ["--ranks", "32", "--microbatches", "250"]
+    command = [sys.executable, "-m", "stageline", "simulate", "--schedule", "1f1b", *sizes]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith("1f1b: 32 stages")
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0

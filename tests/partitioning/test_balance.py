@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.partitioning import balance
-from stageline.partitioning.balance import Problem, _near_average, running_sum
+from stageline.partitioning.balance import Problem, _near_average, earliest_begins, running_sum
+from tests.partitioning.other_methods import least_largest, least_spread, local_moves, part_costs
 
 # PipeDream's published VGG16 profile, forward and backward of 40 pieces in microseconds.
 VGG16 = [
@@ -19,12 +20,6 @@ VGG16 = [
     *(1527, 40445, 1523, 1583, 12989, 1050, 11466, 653, 12690, 630),
     *(787, 0, 0, 7050, 407, 0, 1443, 309, 0, 941),
 ]
-
-
-def part_costs(costs: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Return what each part costs."""
-    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-    return [sum(costs[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
 
 def all_cuts(count: int, num_parts: int) -> Iterator[list[int]]:
@@ -77,6 +72,33 @@ def test_vgg16_reaches_the_published_optimum(num_parts: int, bottleneck: int) ->
     sizes = balance(VGG16, num_parts)
     assert sum(sizes) == len(VGG16) == 40
     assert max(part_costs(VGG16, sizes)) == bottleneck
+
+
+def test_vgg16_is_optimal_for_every_number_of_parts() -> None:
+    ours = [max(part_costs(VGG16, balance(VGG16, count))) for count in range(1, 41)]
+    assert ours == least_largest(VGG16)
+
+
+def test_other_methods_reach_what_was_published_for_them() -> None:
+    """So that the next test compares with the methods themselves."""
+    assert [max(part_costs(VGG16, local_moves(VGG16, count))) for count in (2, 4)] == [
+        412969,
+        235590,
+    ]
+    assert max(part_costs(VGG16, least_spread(VGG16, 4))) == 216450
+    assert local_moves([1, 2, 3, 4, 5, 6], 2) == [4, 2]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=25), st.data())
+def test_no_other_method_is_ever_better(costs: list[int], data: st.DataObject) -> None:
+    num_parts = data.draw(st.integers(1, len(costs)))
+    ours = max(part_costs(costs, balance(costs, num_parts)))
+    for method in (local_moves, least_spread):
+        theirs = method(costs, num_parts)
+        assert len(theirs) == num_parts
+        assert sum(theirs) == len(costs)
+        assert ours <= max(part_costs(costs, theirs))
 
 
 def test_vgg16_on_four_machines_is_as_fast_as_pipedreams_own_cut() -> None:
@@ -139,7 +161,8 @@ def test_parts_near_the_average_have_the_same_largest(chain: tuple[list[int], in
     costs, num_parts = chain
     ends = [running_sum(costs)] * num_parts
     largest = max(part_costs(costs, balance(costs, num_parts)))
-    sizes = _near_average(Problem(ends, ends, ends, limit=largest), largest)
+    limits = [earliest_begins(ends[0], ends[0], largest)] * num_parts
+    sizes = _near_average(Problem(ends, ends, limits), largest)
     assert sum(sizes) == len(costs)
     assert min(sizes) >= 1
     assert max(part_costs(costs, sizes)) == largest

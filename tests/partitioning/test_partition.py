@@ -16,8 +16,9 @@ from stageline.capturing import capture_sequential
 from stageline.capturing.graph import Load
 from stageline.errors import ConfigError
 from stageline.partitioning.amounts import read_bytes, show_bytes
+from stageline.partitioning.budget import NOMINAL, Budget, transfer_time
 from stageline.partitioning.partition import partition
-from stageline.partitioning.weighing import Balance, Budget, stage_memory, transfer_time
+from stageline.partitioning.weighing import Balance
 from tests.partitioning.fake_graph import FakeGraph, iterative, transformer
 
 
@@ -161,12 +162,17 @@ def stage_costs(graph: FakeGraph, cuts: tuple[int, ...], by: str) -> list[int]:
     costs = []
     for stage, (begin, end) in enumerate(pairwise(ends)):
         load = graph.load(begin, end)
-        crossing = [transfer_time(graph, place) for place in (begin, end) if 0 < place < ends[-1]]
+        crossing = [
+            transfer_time(NOMINAL, sum(value.num_bytes for value in graph.crossing(place)))
+            for place in (begin, end)
+            if 0 < place < ends[-1]
+        ]
         costs.append(
             {
                 "time": load.time + sum(crossing),
                 "parameters": load.parameters,
-                "memory": stage_memory(load, stage, len(cuts) + 1),
+                "memory": 4 * load.parameter_bytes
+                + load.activation_bytes * (len(cuts) + 1 - stage),
             }[by]
         )
     return costs

@@ -24,6 +24,7 @@ PAGES = [
     README,
     *sorted((ROOT / "docs" / "guide").glob("*.md")),
     ROOT / "docs" / "understanding" / "schedules.md",
+    ROOT / "docs" / "understanding" / "costs.md",
 ]
 MARK = "---- the next block of the page"
 MADE = {target for target in re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)}

@@ -70,19 +70,36 @@ class Arguments:
 
         return self.with_leaves([copy(leaf) for leaf in self.leaves])
 
+    @property
+    def rows(self) -> int | None:
+        """The size of the batch: that of the first tensor; None if it has no rows."""
+        rows = [leaf.shape[0] for leaf in self.leaves if isinstance(leaf, Tensor) and leaf.dim()]
+        return rows[0] if rows and rows[0] else None
+
+    def is_batch(self, leaf: Any) -> bool:
+        """Whether a leaf has a row for each of the batch."""
+        return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.rows
+
     def with_one_row_more(self) -> Arguments | None:
         """Return the arguments for a batch with its first row repeated; None if it has no rows."""
-        rows = [leaf.shape[0] for leaf in self.leaves if isinstance(leaf, Tensor) and leaf.dim()]
-        if not rows or rows[0] == 0:
-            return None
+        return None if self.rows is None else self.with_rows(self.rows + 1)
 
-        def grow(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != rows[0]:
+    def with_rows(self, count: int) -> Arguments:
+        """Return the arguments for a batch of another size: rows left out, or repeated in turn."""
+        rows = self.rows
+        assert rows is not None
+        twins: dict[int, Tensor] = {}  # one tensor given twice stays one
+
+        def resized(leaf: Any) -> Any:
+            if not self.is_batch(leaf):
                 return leaf
-            grown = torch.cat([leaf.detach(), leaf.detach()[:1]])
-            return grown.requires_grad_(leaf.requires_grad)
+            if id(leaf) not in twins:
+                whole, rest = divmod(count, rows)
+                parts = [leaf.detach()] * whole + [leaf.detach()[:rest]] * bool(rest)
+                twins[id(leaf)] = torch.cat(parts).requires_grad_(leaf.requires_grad)
+            return twins[id(leaf)]
 
-        return self.with_leaves([grow(leaf) for leaf in self.leaves])
+        return self.with_leaves([resized(leaf) for leaf in self.leaves])
 
 
 def _leaf_key(leaf: Any) -> Any:

@@ -6,14 +6,20 @@ Times are estimates for a nominal machine, good for comparing blocks with each o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from stageline.torch_private import DisableTorchFunction, TorchDispatchMode, tree_flatten
+from stageline.torch_private import (
+    CPU_ATTENTION,
+    DisableTorchFunction,
+    TorchDispatchMode,
+    tree_flatten,
+)
 
 FLOPS = 50e9
 BANDWIDTH = 10e9
@@ -66,19 +72,41 @@ class Meter(TorchDispatchMode):
     def _measured(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         reading = self._reading
-        count = flop_registry.get(getattr(func, "_overloadpacket", func))
-        if count is not None:
-            reading.flops += int(count(*args, **kwargs, out_val=result))
+        reading.flops += flops_of(func, args, kwargs, result)
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             reading.is_random = True
         if not getattr(func, "is_view", False):
-            made = _bytes(result)
+            made = bytes_of(result)
             reading.made += made
-            reading.moved += made + _bytes((args, kwargs))
+            reading.moved += made + bytes_of((args, kwargs))
         return result
 
 
-def _bytes(tree: Any) -> int:
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
+
+
+# Attention on the CPU, which torch's own counter leaves out.
+_FURTHER: dict[Any, Callable[..., int]] = dict(
+    zip(CPU_ATTENTION, (_attention, _attention_backward), strict=True)
+)
+
+
+def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """Return the operations of one call: products, convolutions and attention; else 0."""
+    packet = getattr(func, "_overloadpacket", func)
+    if packet in _FURTHER:
+        return _FURTHER[packet](*args, **kwargs)
+    count = flop_registry.get(packet)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
+
+
+def bytes_of(tree: Any) -> int:
+    """Return the bytes of all tensors in some values."""
     return sum(
         leaf.numel() * leaf.element_size()
         for leaf in tree_flatten(tree)[0]

@@ -126,6 +126,11 @@ class Graph(Cuttable):
     def model(self) -> nn.Module:
         return self._names.model
 
+    @property
+    def example(self) -> Arguments:
+        """The arguments it was recorded with."""
+        return self._arguments
+
     def __repr__(self) -> str:
         blocks = len(self.cuts) + 1
         return f"Graph of {type(self.model).__name__}: {self.num_nodes} nodes, {blocks} blocks"
@@ -180,6 +185,12 @@ class Graph(Cuttable):
             parameter_bytes=sum(t.numel() * t.element_size() for t in tensors.values()),
             activation_bytes=sum(reading.made for reading in readings),
         )
+
+    def work(self, begin: int, end: int) -> tuple[int, int]:
+        """Return the operations and the bytes moved of some nodes, forward, for the example."""
+        nodes = self.recording.nodes[begin:end]
+        readings = [node.meta["reading"] for node in nodes if node.meta.get("reading")]
+        return sum(r.flops for r in readings), sum(r.moved for r in readings)
 
     def _tensors(self, begin: int, end: int) -> dict[str, Tensor]:
         """Return the parameters that some nodes use, by name."""

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from stageline.capturing.binding import OpenInstead, is_cache
 from stageline.capturing.graph import Call, Mark
+from stageline.capturing.guards import is_guard
 from stageline.capturing.inputs import Arguments, ambient_key, leaf_names
 from stageline.capturing.interception import intercepted
 from stageline.capturing.marks import CutPoint, is_own_hook, listening
@@ -273,7 +274,10 @@ def _finished(
 
 
 def _fingerprint(recorder: Recorder, output: list[Any]) -> str:
-    """Return a digest of everything that a replay does."""
+    """Return a digest of everything that a replay does.
+
+    Not of the lines that guards name: those of an ``nn.Sequential`` are where it was called.
+    """
     numbers = {node: index for index, node in enumerate(recorder.graph.nodes)}
 
     def told(value: Any) -> str:
@@ -291,7 +295,8 @@ def _fingerprint(recorder: Recorder, output: list[Any]) -> str:
     for node in recorder.graph.nodes:
         target = getattr(node.target, "__qualname__", node.target)
         region = node.meta.get("regions")
-        line = f"{node.op} {target} {told(node.args)} {told(node.kwargs)} {region}\n"
+        args = node.args[:-1] if is_guard(node.target) else node.args
+        line = f"{node.op} {target} {told(args)} {told(node.kwargs)} {region}\n"
         digest.update(line.encode())
     digest.update(told(output).encode())
     return digest.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The command line: ``stageline simulate ...``, ``stageline schedules``.
+"""The command line: ``stageline plan``, ``stageline simulate``, ``stageline schedules``.
 
 Each command is a module here with two functions: ``add_to`` declares its arguments, ``run`` does
 the work and returns the exit status. Wrong input ends with a message on stderr and status 2.
@@ -7,16 +7,17 @@ the work and returns the exit status. Wrong input ends with a message on stderr 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from stageline.cli import schedules, simulate
+from stageline.cli import plan, schedules, simulate
 from stageline.errors import StagelineError
 
 __all__ = ["main"]
 
-COMMANDS = (simulate, schedules)
+COMMANDS = (plan, simulate, schedules)
 
 WRONG_INPUT = 2
 """The exit status for arguments or files that make no sense, as in argparse."""
@@ -57,6 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else WRONG_INPUT
     try:
         status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough: `stageline schedules | head -3`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (StagelineError, OSError, UnicodeDecodeError) as fault:
         print(f"stageline: {fault}", file=sys.stderr)
         return WRONG_INPUT

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stageline.errors import ScheduleError
+from stageline.planning import Found, find_schedule
+from stageline.planning.searching.finding import METRICS
+from stageline.planning.searching.placements import PLACEMENTS
 from stageline.scheduling import Costs, Schedule, Simulation, parse, schedules
 from stageline.scheduling import simulate as run_simulation
 from stageline.scheduling.costs import Number, number_text
@@ -18,6 +21,9 @@ from stageline.wording import aligned
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[Any]  # argparse gives its type no public name
+
+AUTO = "auto"
+"""The name that stands for a search."""
 
 DOES_NOT_FIT = 1
 """The exit status when a rank holds more than the memory limit."""
@@ -28,7 +34,9 @@ MOST_DRAWN = 20_000
 EPILOG = """\
 Costs are in any unit, per stage as placed: with two stages on a rank, of each of them. One number
 (1, 2.5, 1/3) is for all stages, several (1,2,1) for one each; latency, bandwidth and edge bytes are
-per cut then. Activations are those of one microbatch in a rank's share of the model.
+per cut then. With --schedule auto the best schedule is searched for: on one stage per rank, or on
+two (--stages-per-rank 2) straight, looped and in a V. Activations are those of one microbatch in a
+rank's share of the model.
 Exit status: 0, or 1 if the schedule does not fit into --memory-limit, or 2 for wrong input."""
 
 
@@ -43,15 +51,16 @@ def add_to(commands: Commands) -> None:
     )
     _add_schedule(parser)
     _add_costs(parser)
+    _add_search(parser)
     add = parser.add_argument_group("output").add_argument
-    add("--memory-limit", type=_number, metavar="N", help="does a rank hold more activations?")
+    add("--memory-limit", type=_number, metavar="N", help="activations that a rank may hold")
     add("--json", action="store_true", help="print the figures as one JSON object")
     add("--svg", type=Path, metavar="FILE", help="write the time line as a picture")
     parser.set_defaults(run=run)
 
 
 def _add_schedule(parser: argparse.ArgumentParser) -> None:
-    names = ", ".join(schedules.NAMES)
+    names = ", ".join((*schedules.NAMES, AUTO))
     add = parser.add_argument_group("schedule").add_argument
     add("--schedule", required=True, help=f"{names}, or a text file with one line per rank")
     add("--ranks", type=int, metavar="P", help="workers (of a text file: its lines)")
@@ -76,9 +85,22 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     add("--freed-bytes", type=_cost, default=0, metavar="N", help="of them: released by I, not W")
 
 
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(f"search (--schedule {AUTO})").add_argument
+    add("--metric", choices=METRICS, default="T", help="what is to be small (default: T)")
+    add("--placement", choices=PLACEMENTS, help="of the stages (default: the best)")
+    add("--memory-limit-bytes", type=_number, metavar="N", help="instead of --memory-limit")
+    add("--effort", type=float, default=1.0, metavar="X", help="how long to search (default: 1)")
+    add("--solver", type=float, metavar="SECONDS", help="let OR-tools improve or prove the result")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Print the figures of the schedule that the arguments describe."""
-    simulation = run_simulation(_schedule(arguments), _costs(arguments))
+    found = _found(arguments) if arguments.schedule == AUTO else None
+    if found is None:
+        simulation = run_simulation(_schedule(arguments), _costs(arguments))
+    else:
+        simulation = found.simulation
     limit: Number | None = arguments.memory_limit
     holding = max(simulation.peak_activations)
     fits = limit is None or holding <= limit
@@ -86,9 +108,11 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.svg.write_text(simulation.svg(), encoding="utf-8")
     if arguments.json:
         memory = {} if limit is None else {"memory_limit": _plain(limit), "fits": fits}
-        print(json.dumps(_figures(simulation) | memory))
+        print(json.dumps(_figures(simulation) | memory | _search_figures(found)))
     else:
         print(_table(simulation))
+        if found is not None:
+            print(f"{found.schedule.name} {found.verdict()}")
         if limit is not None:
             print(_fit(simulation, holding, limit))
     return 0 if fits else DOES_NOT_FIT
@@ -121,6 +145,50 @@ def _schedule(arguments: argparse.Namespace) -> Schedule:
     if microbatches is None:
         raise ScheduleError(f"schedule {arguments.schedule!r} needs --microbatches: add it")
     return schedules.build(arguments.schedule, stages, microbatches, num_ranks=arguments.ranks)
+
+
+def _found(arguments: argparse.Namespace) -> Found:
+    """Search for a schedule; one stage per rank unless the arguments or the costs say otherwise."""
+    for option, value in (("--ranks", arguments.ranks), ("--microbatches", arguments.microbatches)):
+        if value is None:
+            raise ScheduleError(f"schedule {AUTO!r} needs {option}: add it")
+    return find_schedule(
+        arguments.ranks,
+        arguments.microbatches,
+        _costs(arguments),
+        num_stages=_num_stages(arguments) if _says_stages(arguments) else None,
+        placement=arguments.placement,
+        metric=arguments.metric,
+        memory_limit=arguments.memory_limit,
+        memory_limit_bytes=arguments.memory_limit_bytes,
+        effort=arguments.effort,
+        solver=arguments.solver,
+    )
+
+
+def _says_stages(arguments: argparse.Namespace) -> bool:
+    return arguments.stages is not None or arguments.stages_per_rank is not None
+
+
+def _search_figures(found: Found | None) -> dict[str, object]:
+    if found is None:
+        return {}
+    return {
+        "source": found.source,
+        "metric": found.metric,
+        "lower_bound": _plain(found.bound),
+        "gap": _plain(found.gap),
+        "candidates": [
+            {
+                "schedule": candidate.name,
+                "makespan": _plain(candidate.T),
+                "span": _plain(candidate.span),
+                "peak_activations": _plain(candidate.peak),
+                "fits": candidate.fits,
+            }
+            for candidate in found.candidates
+        ],
+    }
 
 
 def _num_stages(arguments: argparse.Namespace) -> int | None:

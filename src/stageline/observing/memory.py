@@ -8,18 +8,19 @@ after I than before, a Transformer layer a little less. The simulator has to be 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from stageline.capturing.alive import Alive
 from stageline.running.boundary import Packet, enter, leave
 from stageline.running.split.deferred import Deferred
 from stageline.running.split.mode import Splitting, splittable_parameters
-from stageline.torch_private import TorchDispatchMode, run_backward, tree_flatten
+from stageline.torch_private import run_backward
 
 _MIB = 2**20
 
@@ -33,12 +34,17 @@ class StageMemory:
         after_forward: Its graph, after F.
         after_input_gradient: What W still needs, after I.
         after_weight_gradient: After W; nothing, unless the stage itself keeps something.
+        output_bytes: The part of its graph that is its own output: a stage that goes on from there
+            does not hold that a second time.
+        is_split: Whether something was left for W, so that I and W both have work.
     """
 
     input_bytes: int
     after_forward: int
     after_input_gradient: int
     after_weight_gradient: int
+    output_bytes: int = 0
+    is_split: bool = field(default=True, compare=False)
 
     @property
     def released_by_i(self) -> float:
@@ -74,9 +80,15 @@ def measure_memory(stages: Sequence[nn.Module], *args: Any) -> list[StageMemory]
     with torch.random.fork_rng(devices=[]):
         packet = leave(args if len(args) != 1 else args[0])[0]
         for index, stage in enumerate(stages):
-            memory, packet = _measure(copy.deepcopy(stage), packet, unpack=not index)
+            twin = copy.deepcopy(stage)
+            call = twin if index else partial(_unpacked, twin)
+            memory, packet = measure_call(twin, call, packet)
             found.append(memory)
     return found
+
+
+def _unpacked(stage: nn.Module, value: Any) -> Any:
+    return stage(*value) if isinstance(value, tuple) else stage(value)
 
 
 def costs_of(memories: Iterable[StageMemory]) -> dict[str, list[int]]:
@@ -94,60 +106,36 @@ def costs_of(memories: Iterable[StageMemory]) -> dict[str, list[int]]:
     }
 
 
-class _Alive(TorchDispatchMode):
-    """Sees all memory that operations make, and tells how much of it is alive."""
+def measure_call(
+    stage: nn.Module, call: Callable[[Any], Any], given: Packet | None
+) -> tuple[StageMemory, Packet]:
+    """Run one stage forward and back; also return its output, for the next one.
 
-    def __init__(self, *known: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
-        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._look(known)
-
-    def _look(self, tensors: Iterable[Any]) -> None:
-        for tensor in tensors:
-            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                ref = StorageWeakRef(storage)
-                self._seen[ref.cdata] = (ref, storage.nbytes())
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._look(tree_flatten(result)[0])
-        return result
-
-    def count(self, but: Iterable[Tensor | None]) -> int:
-        """Return the bytes that are alive, without those of some tensors."""
-        others = {StorageWeakRef(t.untyped_storage()).cdata for t in but if t is not None}
-        return sum(
-            size
-            for cdata, (ref, size) in self._seen.items()
-            if cdata not in others and not ref.expired()
-        )
-
-
-def _measure(stage: nn.Module, given: Packet, *, unpack: bool) -> tuple[StageMemory, Packet]:
-    """Run one stage forward and back; also return its output, for the next one."""
-    coming = given.with_leaves([x.clone() if isinstance(x, Tensor) else x for x in given.leaves])
+    Args:
+        stage: Whose parameters and buffers do not count.
+        call: Runs it on a value.
+        given: What comes to it; None if only the arguments of the model do, which are the caller's.
+    """
+    coming = Packet([None], None, (False,)) if given is None else _copied(given)
     arrived = [x for x in coming.leaves if isinstance(x, Tensor)]
     state = [*stage.parameters(), *stage.buffers()]
-    inputs = _Alive(*arrived)
+    inputs = Alive(*arrived)
     deferred = Deferred()
-    with _Alive(*arrived) as alive:
+    with torch.enable_grad(), Alive(*arrived) as alive:
         del arrived
-        packet, roots, slot = _forward(stage, coming, deferred, unpack=unpack)
+        packet, roots, slot = _forward(stage, call, coming, deferred)
         del coming
-        kept = packet.with_leaves(
-            [x.clone() if isinstance(x, Tensor) else x for x in packet.leaves]
-        )
+        kept = _copied(packet)
         own = [x for x in kept.leaves if isinstance(x, Tensor)]
+        outputs = Alive(*(x for x in packet.leaves if isinstance(x, Tensor)))
         del packet
         after_forward, input_bytes = alive.count([*state, *own]), inputs.count(state)
-        needing = zip(kept.leaves, kept.differentiable, strict=True)
+        output_bytes = outputs.count(state)
+        needing = zip(kept.leaves, kept.differentiable or (False,) * len(kept.leaves), strict=True)
         gradients = [torch.ones_like(leaf) for leaf, flag in needing if flag]
         if slot is None:
             deferred = Deferred.whole(roots, gradients)
-        else:
+        elif roots:
             slot.is_open = deferred.is_open = True
             run_backward(roots, gradients)
         del roots, slot, gradients
@@ -155,14 +143,21 @@ def _measure(stage: nn.Module, given: Packet, *, unpack: bool) -> tuple[StageMem
         deferred.run()
         given_back = [parameter.grad for parameter in stage.parameters()]
         after_weight = alive.count([*state, *own, *given_back])
-    return StageMemory(input_bytes, after_forward, after_input, after_weight), kept
+    held = (input_bytes, after_forward, after_input, after_weight, output_bytes)
+    return StageMemory(*held, is_split=bool(deferred.places)), kept
 
 
-def _forward(stage: nn.Module, coming: Packet, deferred: Deferred, *, unpack: bool) -> Any:
+def _copied(packet: Packet) -> Packet:
+    return packet.with_leaves([x.clone() if isinstance(x, Tensor) else x for x in packet.leaves])
+
+
+def _forward(
+    stage: nn.Module, call: Callable[[Any], Any], coming: Packet, deferred: Deferred
+) -> Any:
     """Run F as a pipeline does; the output, where gradients enter, where those of inputs lie."""
     entered = enter(coming)
-    arguments = entered.value if unpack and isinstance(entered.value, tuple) else (entered.value,)
-    if entered.slot is None:
-        return *leave(stage(*arguments)), None
-    with Splitting(splittable_parameters(stage), deferred) as mode:
-        return *leave(mode.held(stage(*arguments))), entered.slot
+    leaves = splittable_parameters(stage)
+    if entered.slot is None or not leaves:
+        return *leave(call(entered.value)), entered.slot
+    with Splitting(leaves, deferred) as mode:
+        return *leave(mode.held(call(entered.value))), entered.slot

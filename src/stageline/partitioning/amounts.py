@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _UNITS = {"": 1, "B": 1}
@@ -29,14 +30,20 @@ def read_bytes(text: object) -> int | None:
     return int(float(match[1]) * _UNITS[match[2].upper()]) or None
 
 
-def show_bytes(count: int) -> str:
+def show_bytes(count: int, *, at_least: bool = False) -> str:
     """Return a number of bytes for people.
 
     Example:
         >>> show_bytes(512), show_bytes(8500), show_bytes(3 * 2**30)
         ('512 B', '8.3 KiB', '3.0 GiB')
+
+    Args:
+        count: How many.
+        at_least: Whether what is shown must not be less, for limits that somebody will type.
     """
     if count < 1024:
         return f"{count} B"
     power = min((count.bit_length() - 1) // 10, 4)
-    return f"{count / 1024**power:.1f} {'KMGT'[power - 1]}iB"
+    tenths = count * 10 / 1024**power
+    shown = math.ceil(tenths) / 10 if at_least else tenths / 10
+    return f"{shown:.1f} {'KMGT'[power - 1]}iB"

@@ -14,7 +14,8 @@ to receive at a place is taken off the tails, what it costs to send is added to 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 _Places = NDArray[np.int64]
+_Starts = NDArray[np.intp]
 _Number = TypeVar("_Number", np.int64, np.float64)
 
 _NEVER = -(2**62)
@@ -34,19 +36,24 @@ _MOST_STEPS = 400_000_000
 
 @dataclass(frozen=True)
 class Problem:
-    """What parts cost, and what they may weigh at most.
+    """What parts cost, and how long they may be.
 
     Attributes:
         heads: For each part, a number per place: see the picture above.
         tails: The same for the place where the part begins.
-        weights: For each part, running sums of what its items weigh; None if nothing is limited.
-        limit: What a part may weigh.
+        earliest: For each part, the first place where it may begin if it ends at a place; None if
+            nothing is limited.
     """
 
     heads: Sequence[_Places]
     tails: Sequence[_Places]
-    weights: Sequence[_Places] | None = None
-    limit: int = 0
+    earliest: Sequence[_Starts] | None = None
+
+    @cached_property
+    def has_rising_tails(self) -> list[bool]:
+        """Whether a part that begins later never costs more, for each part."""
+        known = {id(tails): bool((np.diff(tails) >= 0).all()) for tails in self.tails}
+        return [known[id(tails)] for tails in self.tails]
 
     @property
     def num_parts(self) -> int:
@@ -78,16 +85,10 @@ def running_sum(values: Sequence[int]) -> _Places:
 
 
 def solve(problem: Problem) -> list[int] | None:
-    """Return how many items each part gets, or None if no cut keeps the limit on weights."""
-    low, high = 0, _most_of_any(problem)
-    if not _is_possible(problem, high):
+    """Return how many items each part gets, or None if no cut keeps parts as short as they must."""
+    if not has_solution(problem):
         return None
-    while low < high:
-        middle = (low + high) // 2
-        if _is_possible(problem, middle):
-            high = middle
-        else:
-            low = middle + 1
+    low = _cheapest(problem)
     width = _longest_part(problem, low)
     parts = width * problem.num_items
     if parts > _MOST_PARTS or parts * problem.num_parts > _MOST_STEPS:
@@ -96,8 +97,23 @@ def solve(problem: Problem) -> list[int] | None:
 
 
 def has_solution(problem: Problem) -> bool:
-    """Whether some cut keeps the limit on weights."""
+    """Whether some cut keeps parts as short as they must be."""
     return _is_possible(problem, _most_of_any(problem))
+
+
+def earliest_begins(heads: _Places, tails: _Places, limit: int) -> _Starts:
+    """Return, for every end, the first place from which on a part weighs no more than the limit.
+
+    A part from a to b weighs ``heads[b] - tails[a]``. Where a shorter part weighs more, the longer
+    ones are not allowed either.
+
+    Example:
+        >>> sums = running_sum([3, 1, 2])
+        >>> earliest_begins(sums, sums, limit=3).tolist()
+        [0, 0, 1, 1]
+    """
+    rising = np.minimum.accumulate(tails[::-1])[::-1]
+    return np.searchsorted(rising, heads - limit)
 
 
 def _most_of_any(problem: Problem) -> int:
@@ -105,11 +121,30 @@ def _most_of_any(problem: Problem) -> int:
     return highest - min(int(tail.min()) for tail in problem.tails)
 
 
+def _cheapest(problem: Problem) -> int:
+    """Return how cheap the costliest part can be."""
+    total = int(problem.heads[-1][-1] - problem.tails[0][0])
+    low, high = max(0, -(-total // problem.num_parts)), _most_of_any(problem)
+    if problem.earliest is not None:  # looking at fewer cuts cannot make it cheaper
+        low = _cheapest(replace(problem, earliest=None))
+        if _is_possible(problem, low):
+            return low
+    while low < high:
+        middle = (low + high) // 2
+        if _is_possible(problem, middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
 def _is_possible(problem: Problem, most: int) -> bool:
     """Whether some cut has no part that costs more."""
     reached = _start(problem)
     for part in range(problem.num_parts):
         reached = _ends_of(problem, part, reached, most)
+        if not reached.any():
+            return False
     return bool(reached[-1])
 
 
@@ -125,17 +160,24 @@ def _ends_of(
     """Return the places where a part can end that begins at one of these places.
 
     For each end, the cheapest beginning is the one with the highest tail, so one maximum over all
-    earlier places decides; with weights, over those places that are near enough.
+    earlier places decides; with a limit, over those places that are near enough.
     """
+    ends = np.zeros_like(begins)
+    wanted = problem.heads[part][1:] - most
+    if problem.earliest is not None and problem.has_rising_tails[part]:
+        # All places from some on are cheap enough: is one of them a beginning?
+        cheap = np.searchsorted(problem.tails[part], wanted)
+        first = np.maximum(problem.earliest[part][1:], cheap)
+        count = np.concatenate([[0], np.cumsum(begins)])
+        places = np.arange(len(first))
+        ends[1:] = count[places + 1] > count[np.minimum(first, places + 1)]
+        return ends
     tails = np.where(begins, problem.tails[part], _NEVER)
-    if problem.weights is None:
+    if problem.earliest is None:
         highest = np.maximum.accumulate(tails)[:-1]
     else:
-        weights = problem.weights[part]
-        first = np.searchsorted(weights, weights - problem.limit)  # the earliest light enough
-        highest = _highest_between(tails, first[1:])
-    ends = np.zeros_like(begins)
-    ends[1:] = highest >= problem.heads[part][1:] - most
+        highest = _highest_between(tails, problem.earliest[part][1:])
+    ends[1:] = highest >= wanted
     return ends
 
 
@@ -157,10 +199,16 @@ def _highest_between(values: _Places, first: NDArray[np.intp]) -> _Places:
 
 
 def _longest_part(problem: Problem, most: int) -> int:
-    """Return how many items a part can have at most; the last part is the least restricted."""
-    tails = np.maximum.accumulate(problem.tails[-1])
-    first = np.searchsorted(tails, problem.heads[-1] - most)
-    return max(1, int((np.arange(problem.num_items + 1) - first).max()))
+    """Return how many items a part can have at most."""
+    places = np.arange(problem.num_items + 1)
+    longest, cheap = 1, places
+    for part in range(problem.num_parts):
+        if part == 0 or not _costs_like_the_last(problem, part):
+            tails = np.maximum.accumulate(problem.tails[part])
+            cheap = np.searchsorted(tails, problem.heads[part] - most)
+        first = cheap if problem.earliest is None else np.maximum(cheap, problem.earliest[part])
+        longest = max(longest, int((places - first).max()))
+    return longest
 
 
 def _most_even(problem: Problem, most: int, width: int) -> list[int]:
@@ -176,9 +224,13 @@ def _most_even(problem: Problem, most: int, width: int) -> list[int]:
     came_from = []
     badness = np.empty(0)
     for part in range(problem.num_parts):
-        if part == 0 or not _is_like_the_last(problem, part):
+        if part == 0 or not _costs_like_the_last(problem, part):
             badness = _squares(problem, part, most, width) + by_length
         total = _windows(best, width, np.inf) + badness
+        if problem.earliest is not None:
+            # The j-th column of a row is the place ``row - width + j``.
+            shortest = problem.earliest[part] - np.arange(-width, problem.num_items + 1 - width)
+            total[np.arange(width) < shortest[:, None]] = np.inf
         came_from.append(total.argmin(axis=1))
         best = np.take_along_axis(total, came_from[-1][:, None], axis=1)[:, 0]
     assert np.isfinite(best[-1])  # the limit was found by a cut that keeps it
@@ -191,14 +243,10 @@ def _most_even(problem: Problem, most: int, width: int) -> list[int]:
 
 
 def _squares(problem: Problem, part: int, most: int, width: int) -> NDArray[np.float64]:
-    """Return the square of the cost of every part, infinite for those that are not allowed."""
+    """Return the square of the cost of every part, infinite for those that cost too much."""
     costs = problem.heads[part][:, None] - _windows(problem.tails[part], width, _NEVER)
-    allowed = costs <= most
-    if problem.weights is not None:
-        weights = problem.weights[part]
-        allowed &= weights[:, None] - _windows(weights, width, _NEVER) <= problem.limit
     scale = max(float(most), 1.0)
-    return np.where(allowed, (costs / scale) ** 2, np.inf)
+    return np.where(costs <= most, (costs / scale) ** 2, np.inf)
 
 
 def _windows(values: NDArray[_Number], width: int, outside: float) -> NDArray[_Number]:
@@ -207,9 +255,9 @@ def _windows(values: NDArray[_Number], width: int, outside: float) -> NDArray[_N
     return sliding_window_view(padded, width)
 
 
-def _is_like_the_last(problem: Problem, part: int) -> bool:
-    tables = (problem.heads, problem.tails, problem.weights)
-    return all(table is None or table[part] is table[part - 1] for table in tables)
+def _costs_like_the_last(problem: Problem, part: int) -> bool:
+    tables = (problem.heads, problem.tails)
+    return all(table[part] is table[part - 1] for table in tables)
 
 
 def _near_average(problem: Problem, most: int) -> list[int]:
@@ -222,9 +270,8 @@ def _near_average(problem: Problem, most: int) -> list[int]:
         tails = problem.tails[part][:stop]
         costs = problem.heads[part][stop] - tails
         allowed = reached[part][:stop] & (costs <= most)
-        if problem.weights is not None:
-            weights = problem.weights[part]
-            allowed &= weights[stop] - weights[:stop] <= problem.limit
+        if problem.earliest is not None:
+            allowed &= np.arange(stop) >= problem.earliest[part][stop]
         average = (problem.heads[part][stop] - tails[0]) / (part + 1)
         begin = int(np.where(allowed, np.abs(costs - average), np.inf).argmin())
         sizes.append(stop - begin)

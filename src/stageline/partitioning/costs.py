@@ -40,6 +40,8 @@ class BlockCosts:
         parameters: How many numbers it trains or keeps.
         parameter_bytes: Their bytes.
         output_bytes: What crosses a cut behind it; 0 behind the last block.
+        kept_output_bytes: The part of ``activation_bytes`` that is its own output: where the next
+            block keeps that as its input, both keep it once.
     """
 
     name: str
@@ -53,6 +55,7 @@ class BlockCosts:
     parameters: int
     parameter_bytes: int
     output_bytes: int
+    kept_output_bytes: int = 0
 
     @property
     def time(self) -> int:
@@ -63,9 +66,14 @@ class BlockCosts:
 _ADDED = tuple(
     each.name
     for each in fields(BlockCosts)
-    if each.name not in ("name", "input_bytes", "output_bytes")
+    if each.name not in ("name", "input_bytes", "output_bytes", "kept_output_bytes")
 )
-_SCALED = (*(name for name in _ADDED if not name.startswith("parameter")), "input_bytes")
+_SCALED = (
+    *(name for name in _ADDED if not name.startswith("parameter")),
+    "input_bytes",
+    "output_bytes",
+    "kept_output_bytes",
+)
 
 
 @dataclass(frozen=True)
@@ -93,8 +101,8 @@ class ModelCosts:
     def stages(self, sizes: Sequence[int]) -> tuple[BlockCosts, ...]:
         """Return what stages of so many blocks cost.
 
-        A stage keeps the input of its first block; those of the others are outputs that the block
-        before keeps, or nobody.
+        A stage keeps the inputs of its blocks. Where a block keeps its own output, and the next one
+        the same as its input, that is kept once.
         """
         if sum(sizes) != len(self.blocks) or min(sizes, default=0) < 1:
             raise ValueError(f"{len(self.blocks)} blocks cannot make stages of {list(sizes)}")
@@ -185,10 +193,19 @@ class ModelCosts:
 
 def _joined(blocks: Sequence[BlockCosts]) -> BlockCosts:
     sums = {name: sum(getattr(block, name) for block in blocks) for name in _ADDED}
+    inner = sum(block.input_bytes for block in blocks[1:])
+    twice = sum(min(a.kept_output_bytes, b.input_bytes) for a, b in pairwise(blocks))
+    sums["activation_bytes"] += inner - twice
+    # What two blocks keep is gone when both have released it: counted as if one did so in W.
+    sums["input_gradient_frees"] -= twice
     first, last = blocks[0], blocks[-1]
     name = first.name if len(blocks) == 1 else f"{first.name} .. {last.name}"
     return BlockCosts(
-        name=name, input_bytes=first.input_bytes, output_bytes=last.output_bytes, **sums
+        name=name,
+        input_bytes=first.input_bytes,
+        output_bytes=last.output_bytes,
+        kept_output_bytes=last.kept_output_bytes,
+        **sums,
     )
 
 
@@ -203,7 +220,12 @@ def _between(a: BlockCosts, b: BlockCosts | None, low: int, high: int, rows: int
         value = first + (second - first) * (rows - low) / (high - low)
         return round(value if name == "input_gradient_frees" else max(value, 0))
 
-    sizes: dict[str, Any] = {name: scaled(name) for name in (*_SCALED, "output_bytes")}
+    sizes: dict[str, Any] = {name: scaled(name) for name in _SCALED}
+    kept = sizes["activation_bytes"]
+    # Rounded one by one, a part must not become larger than the whole.
+    sizes["kept_output_bytes"] = min(sizes["kept_output_bytes"], kept)
+    whole = sizes["input_bytes"] + kept
+    sizes["input_gradient_frees"] = min(sizes["input_gradient_frees"], whole)
     return replace(a, **sizes)
 
 

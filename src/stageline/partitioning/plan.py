@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from stageline.capturing.graph import Crossing, Cuttable, Tie
 from stageline.errors import ConfigError
 from stageline.partitioning.amounts import show_bytes
+from stageline.partitioning.costs import BlockCosts
 from stageline.partitioning.saving import Origin, SavedPlan, differences, read_plan
 from stageline.wording import aligned, from_to, shares
 
@@ -72,6 +73,7 @@ class Plan:
         *,
         opened: Sequence[str] = (),
         opened_for: int = 1,
+        costs: Sequence[BlockCosts] | None = None,
     ) -> Plan:
         """Return the plan of a graph that is cut at some positions.
 
@@ -81,16 +83,20 @@ class Plan:
             placement: The rank of each stage.
             opened: The modules for which the graph was opened, so that a copy in JSON can be.
             opened_for: The number of stages for which it was opened.
+            costs: What the stages cost; the graph's own estimates if None.
         """
         parts = graph.cut(cuts)
         ends = [0, *cuts, graph.num_nodes]
+        stages = [
+            _stage(graph, index, rank, begin, end, parts.stages[index])
+            for index, (rank, (begin, end)) in enumerate(
+                zip(placement, pairwise(ends), strict=True)
+            )
+        ]
+        if costs is not None:
+            stages = [_costing(stage, cost) for stage, cost in zip(stages, costs, strict=True)]
         return cls(
-            tuple(
-                _stage(graph, index, rank, begin, end, parts.stages[index])
-                for index, (rank, (begin, end)) in enumerate(
-                    zip(placement, pairwise(ends), strict=True)
-                )
-            ),
+            tuple(stages),
             tuple(cuts),
             tuple(graph.ties(cuts)),
             Origin.of(graph, opened, opened_for),
@@ -210,6 +216,11 @@ def _stage(
         activation_bytes=load.activation_bytes,
         receives=tuple(graph.crossing(begin)) if begin else (),
     )
+
+
+def _costing(stage: StagePlan, cost: BlockCosts) -> StagePlan:
+    kept = cost.input_bytes + cost.activation_bytes
+    return replace(stage, time=cost.time, activation_bytes=kept)
 
 
 def _number(count: int | None) -> str:

@@ -15,6 +15,7 @@ from stageline.capturing.staged import StagedModel, VariantStage
 from stageline.errors import ConfigError
 from stageline.partitioning import splits
 from stageline.partitioning.amounts import read_bytes
+from stageline.partitioning.budget import Budget
 from stageline.partitioning.partition import decided, option_faults
 from stageline.partitioning.plan import Plan
 from stageline.partitioning.sources import StageSource, chain_source, cut_model, is_chain
@@ -113,7 +114,7 @@ def cut_any(
             decide,
             example.balance,
             example.memory_limit,
-            example.ranks if example.memory_limit is not None else None,
+            Budget(num_ranks=example.ranks if example.memory_limit is not None else None),
         )
     except ConfigError as error:
         return CutModel(), list(error.findings)
@@ -136,8 +137,15 @@ def cut_planned(plan: Plan) -> CutModel:
         )
     assert isinstance(staged, StagedModel)
     aliases = _complete(graph.model, staged)
+    bounds = [0, *plan.cuts, graph.num_nodes]
     sources = [
-        StageSource(staged.held[stage.index], stage.calls, fingerprint=graph.fingerprint)
+        StageSource(
+            staged.held[stage.index],
+            stage.calls,
+            fingerprint=graph.fingerprint,
+            # Not what the plan says: processes that measured on their own would disagree.
+            time=graph.load(bounds[stage.index], bounds[stage.index + 1]).time,
+        )
         for stage in plan.stages
     ]
     return CutModel(sources, staged, aliases, _first_names(graph.model), plan, graph.model)

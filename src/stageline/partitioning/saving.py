@@ -54,6 +54,20 @@ class SavedPlan:
     placement: tuple[int, ...]
     calls: tuple[tuple[str, ...], ...]
 
+    @classmethod
+    def of(
+        cls,
+        graph: Cuttable,
+        cuts: Sequence[int],
+        placement: Sequence[int],
+        opened: Sequence[str] = (),
+        opened_for: int = 1,
+    ) -> SavedPlan:
+        """Return what a file would hold of a graph that is cut so, without cutting it."""
+        calls = (graph.label(*span) for span in pairwise([0, *cuts, graph.num_nodes]))
+        origin = Origin.of(graph, opened, opened_for)
+        return cls(origin, tuple(cuts), tuple(placement), tuple(calls))
+
     def text(self) -> str:
         """Return the plan as JSON, a line for each entry."""
         entries = {

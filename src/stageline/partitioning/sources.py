@@ -19,6 +19,7 @@ from stageline.capturing.streams.frames import Event, Frame, Route, route_of
 from stageline.capturing.streams.keys import MODEL, ROOT, inside, number_of
 from stageline.capturing.streams.tracking import numbers_of
 from stageline.partitioning import splits
+from stageline.partitioning.budget import Budget
 from stageline.partitioning.weighing import Balance
 
 StageLike = nn.Module | Callable[..., Any]
@@ -35,6 +36,7 @@ class StageSource:
         fingerprint: A digest of the recording it was cut from, if there is one.
         numbers: What random streams call its modules, by identity.
         route: Where in the whole model its calls lie, for random streams.
+        time: How long it takes, estimated, compared with the other stages; None if not known.
     """
 
     module: nn.Module | None
@@ -43,6 +45,7 @@ class StageSource:
     fingerprint: str = ""
     numbers: Mapping[int, int] = field(default_factory=dict)
     route: Route | None = None
+    time: int | None = None
 
 
 def is_chain(model: object) -> bool:
@@ -71,8 +74,10 @@ def cut_model(
         faults.append("model: it has no children but CutPoints")
     if faults:
         return [], faults
-    resolve = partial(splits.resolve, chain, split, balance=balance)
-    cuts, faults = decide(chain, partial(resolve, memory_limit=memory_limit, num_ranks=ranks))
+    budget = Budget(memory_limit, None if memory_limit is None else ranks)
+    cuts, faults = decide(
+        chain, partial(splits.resolve, chain, split, balance=balance, budget=budget)
+    )
     if faults:
         return [], faults
     ends = [0, *cuts, chain.num_nodes]
@@ -86,7 +91,13 @@ def cut_model(
 def chain_source(chain: Chain, index: int, module: nn.Module, begin: int, end: int) -> StageSource:
     """Return a stage of a chain: some of its blocks."""
     route = chain.route(begin, end, path_of_stage(index))
-    return StageSource(module, chain.label(begin, end), numbers=chain.numbers, route=route)
+    return StageSource(
+        module,
+        chain.label(begin, end),
+        numbers=chain.numbers,
+        route=route,
+        time=chain.load(begin, end).time,
+    )
 
 
 def path_of_stage(index: int) -> int:

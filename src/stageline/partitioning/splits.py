@@ -19,7 +19,9 @@ from typing import Any
 
 from stageline.capturing.graph import Cuttable
 from stageline.partitioning import named
-from stageline.partitioning.weighing import Balance, Budget, lightest_cuts
+from stageline.partitioning.budget import Budget
+from stageline.partitioning.costs import ModelCosts
+from stageline.partitioning.weighing import Balance, lightest_cuts
 
 Split = int | str | Sequence[int] | Sequence[str] | Sequence[Sequence[str]] | Mapping[str, str]
 
@@ -87,8 +89,8 @@ def resolve(
     split: object,
     *,
     balance: Balance = "time",
-    memory_limit: int | None = None,
-    num_ranks: int | None = None,
+    budget: Budget | None = None,
+    costs: ModelCosts | None = None,
 ) -> Cuts:
     """Return the positions at which a graph is cut, and what is wrong with the split for it.
 
@@ -96,8 +98,8 @@ def resolve(
         graph: The model; opened at the modules that the split names.
         split: One of the six spellings.
         balance: What ``split=4`` makes even.
-        memory_limit: The bytes that a rank has; stages chosen here keep to it.
-        num_ranks: Over how many ranks the stages are dealt; one per stage if left out.
+        budget: What ranks have and run; stages chosen here keep to it.
+        costs: What the blocks cost; the graph's own estimates if left out.
     """
     faults = find_faults(split)
     if faults:
@@ -108,8 +110,7 @@ def resolve(
         return named.cuts_at_marks(graph)
     assert isinstance(split, (int, list, tuple))
     if isinstance(split, int) or isinstance(split[0], int):
-        budget = Budget(memory_limit, num_ranks)
-        sizes, faults = cut_sizes(graph, split, balance=balance, budget=budget)
+        sizes, faults = cut_sizes(graph, split, balance=balance, budget=budget, costs=costs)
         ends = [0, *graph.cuts, graph.num_nodes]
         return [ends[end] for end in list(accumulate(sizes))[:-1]], faults
     if isinstance(split[0], str):
@@ -123,6 +124,7 @@ def cut_sizes(
     *,
     balance: Balance = "time",
     budget: Budget | None = None,
+    costs: ModelCosts | None = None,
 ) -> tuple[list[int], list[str]]:
     """Return the number of blocks per stage, and what is wrong with the split for this model."""
     ends = [0, *graph.cuts, graph.num_nodes]
@@ -134,7 +136,7 @@ def cut_sizes(
                 f"split={split}: the model has {available} blocks{why}, so it can be cut into at "
                 f"most {available} stages"
             ]
-        return lightest_cuts(graph, split, by=balance, budget=budget or Budget())
+        return lightest_cuts(graph, split, by=balance, budget=budget or Budget(), costs=costs)
     if sum(split) != available:
         names = [" + ".join(graph.label(begin, end)) for begin, end in pairwise(ends)]
         listed = ", ".join(names if len(names) <= 20 else [*names[:10], "..", *names[-9:]])

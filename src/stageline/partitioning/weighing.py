@@ -1,136 +1,263 @@
-"""What stages cost, by the graph's estimates, and the cuts that make the costliest cheapest."""
+"""The cuts that make the costliest stage cheapest, and keep every rank within its memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
-from stageline.capturing.graph import Cuttable, Load
+from stageline.capturing.graph import Cuttable
 from stageline.partitioning.amounts import show_bytes
-from stageline.partitioning.balance import Problem, has_solution, running_sum, solve
+from stageline.partitioning.balance import (
+    Problem,
+    earliest_begins,
+    has_solution,
+    running_sum,
+    solve,
+)
+from stageline.partitioning.blocks import Blocks
+from stageline.partitioning.budget import Budget, transfer_time
+from stageline.partitioning.costs import ModelCosts
+from stageline.partitioning.holding import Holding
 
 Balance = Literal["time", "memory", "parameters"]
 BALANCES: tuple[str, ...] = get_args(Balance)
 
-# A nominal link of 10 GB/s. What crosses a cut is sent forward, and its gradient back; sender and
-# receiver are both busy with it.
-BYTES_PER_NANOSECOND = 10
-TRIPS = 2
-
-# Weights, their gradient, and the two moments of Adam.
-COPIES_OF_PARAMETERS = 4
-
-
-@dataclass(frozen=True)
-class Budget:
-    """The memory of a rank.
-
-    Attributes:
-        limit: Bytes; None for as much as it takes.
-        num_ranks: How many ranks share the stages; None for one per stage.
-    """
-
-    limit: int | None = None
-    num_ranks: int | None = None
-
-    def for_stage(self, num_stages: int) -> int | None:
-        """Return what each stage may have where a rank holds several: an equal share."""
-        if self.limit is None or self.num_ranks is None:
-            return self.limit
-        return self.limit // -(-num_stages // self.num_ranks)
-
-
-def stage_memory(load: Load, stage: int, num_stages: int) -> int:
-    """Return the bytes that a stage needs at most under 1F1B.
-
-    It keeps the activations of as many microbatches as there are stages from it to the last.
-    """
-    kept = load.activation_bytes * (num_stages - stage)
-    return load.parameter_bytes * COPIES_OF_PARAMETERS + kept
-
-
-def transfer_time(graph: Cuttable, position: int) -> int:
-    """Return the nanoseconds that a cut at a position costs each of its two stages."""
-    crossing = sum(value.num_bytes for value in graph.crossing(position))
-    return crossing * TRIPS // BYTES_PER_NANOSECOND
+_Holdings = Sequence[Sequence[Holding]]
+_FURTHER_STAGES = 64  # so many more are tried before nothing is said to fit
 
 
 def lightest_cuts(
-    graph: Cuttable, num_stages: int, *, by: Balance, budget: Budget
+    graph: Cuttable,
+    num_stages: int,
+    *,
+    by: Balance,
+    budget: Budget,
+    costs: ModelCosts | None = None,
 ) -> tuple[list[int], list[str]]:
-    """Return how many blocks each stage gets, and what is wrong if the memory does not suffice."""
-    ends = [0, *graph.cuts, graph.num_nodes]
-    loads = [graph.load(begin, end) for begin, end in pairwise(ends)]
-    limit = budget.for_stage(num_stages)
-    memory = _memory_problem(loads, num_stages)
-    problem = memory if by == "memory" else _cost_problem(graph, ends, loads, num_stages, by)
-    if limit is not None:
-        problem = Problem(problem.heads, problem.tails, memory.heads, limit)
-    sizes = solve(problem)
+    """Return how many blocks each stage gets, and what is wrong if the memory does not suffice.
+
+    Args:
+        graph: The model.
+        num_stages: How many stages.
+        by: What is made even.
+        budget: What ranks have.
+        costs: What blocks cost; the graph's own estimates if None.
+    """
+    faults = budget.faults(num_stages)
+    if faults:
+        return [], faults
+    blocks = blocks_of(graph, costs, budget, num_stages)
+    sizes = _solved(blocks, num_stages, by, budget)
     if sizes is None:
-        assert limit is not None
-        return [], [_too_little(loads, num_stages, budget, limit)]
+        return [], [_too_little(graph, num_stages, budget, costs)]
     return sizes, []
 
 
-def _cost_problem(
-    graph: Cuttable, ends: Sequence[int], loads: Sequence[Load], num_stages: int, by: Balance
-) -> Problem:
-    if by == "parameters":
-        sums = running_sum([load.parameters for load in loads])
-        return Problem([sums] * num_stages, [sums] * num_stages)
-    sums = running_sum([load.time for load in loads])
-    inner = [transfer_time(graph, position) for position in ends[1:-1]]
-    crossing = np.array([0, *inner, 0], dtype=np.int64)
-    return Problem([sums + crossing] * num_stages, [sums - crossing] * num_stages)
+def blocks_of(graph: Cuttable, costs: ModelCosts | None, budget: Budget, num_stages: int) -> Blocks:
+    """Return what the blocks of a graph weigh."""
+    if costs is None:
+        return Blocks.of_graph(graph)
+    return Blocks.of_costs(costs, budget.kinds(num_stages))
 
 
-def _memory_problem(loads: Sequence[Load], num_stages: int) -> Problem:
-    fixed = running_sum([load.parameter_bytes * COPIES_OF_PARAMETERS for load in loads])
-    kept = running_sum([load.activation_bytes for load in loads])
-    sums = [fixed + kept * (num_stages - stage) for stage in range(num_stages)]
-    return Problem(sums, sums)
+def _solved(blocks: Blocks, num_stages: int, by: Balance, budget: Budget) -> list[int] | None:
+    """Return the best cuts, None if none keeps the limit.
+
+    Where every rank has one stage, this is exact. Where a rank has several, they share its memory
+    in one of several ways, and the best of these is taken.
+    """
+    holdings = budget.holdings(num_stages)
+    problem = _problem(blocks, num_stages, by, budget, holdings)
+    if budget.limit is None:
+        return solve(problem)
+    limit = budget.for_stage(num_stages)
+    assert limit is not None
+    if limit == budget.limit:
+        return solve(_limited(problem, blocks, holdings, [limit] * num_stages))
+    found = []
+    for limits in _shares(problem, blocks, holdings, budget):
+        sizes = solve(problem if limits is None else _limited(problem, blocks, holdings, limits))
+        if sizes is not None and max(budget.rank_memory(blocks, sizes)) <= budget.limit:
+            found.append((_costliest(problem, sizes), sizes))
+    return min(found)[1] if found else None
 
 
-def _too_little(loads: Sequence[Load], num_stages: int, budget: Budget, limit: int) -> str:
-    """Say how much is missing, and what would fit."""
-    sizes = solve(_memory_problem(loads, num_stages))
-    assert sizes is not None  # nothing is limited here
-    needed = max(memory_of(loads, sizes))
+def _shares(
+    problem: Problem, blocks: Blocks, holdings: _Holdings, budget: Budget
+) -> Iterator[list[int] | None]:
+    """Yield what each stage of a rank may have: anything, an equal share, what it would need."""
+    num_stages = problem.num_parts
+    share = budget.for_stage(num_stages)
+    assert share is not None
     assert budget.limit is not None
-    share = "" if limit == budget.limit else f" ({show_bytes(limit)} for each stage of a rank)"
-    fitting = _smallest_fitting(loads, num_stages, budget)
-    if fitting is not None:
-        way_out = f"split={fitting} would fit"
-    else:
-        way_out = "no number of stages fits: raise the limit, or use smaller microbatches"
-    return (
-        f"memory_limit={show_bytes(budget.limit)}{share}: the fullest of {num_stages} stages needs "
-        f"{show_bytes(needed)} however they are cut, {show_bytes(needed - limit)} too much: "
-        f"{way_out}"
+    yield None
+    yield [share] * num_stages
+    placement = budget.placement(num_stages)
+    for wanted in (solve(problem), solve(_memory_problem(blocks, holdings))):
+        assert wanted is not None  # nothing is limited
+        needed = blocks.needed(wanted, holdings)
+        total = [0] * (max(placement) + 1)
+        for rank, each in zip(placement, needed, strict=True):
+            total[rank] += each
+        yield [
+            budget.limit * each // max(total[rank], 1)
+            for rank, each in zip(placement, needed, strict=True)
+        ]
+
+
+def _costliest(problem: Problem, sizes: Sequence[int]) -> int:
+    ends = [0, *np.cumsum(sizes).tolist()]
+    return max(
+        int(problem.heads[part][ends[part + 1]] - problem.tails[part][ends[part]])
+        for part in range(len(sizes))
     )
 
 
-def memory_of(loads: Sequence[Load], sizes: Sequence[int]) -> list[int]:
-    """Return the bytes of each stage that consists of so many blocks."""
-    needed, first = [], 0
-    for stage, size in enumerate(sizes):
-        part = loads[first : first + size]
-        needed.append(sum(stage_memory(load, stage, len(sizes)) for load in part))
-        first += size
-    return needed
+def _problem(
+    blocks: Blocks, num_stages: int, by: Balance, budget: Budget, holdings: _Holdings
+) -> Problem:
+    if by == "memory":
+        return _memory_problem(blocks, holdings)
+    if by == "parameters":
+        sums = running_sum(blocks.parameters)
+        return Problem([sums] * num_stages, [sums] * num_stages)
+    sums = running_sum(blocks.time)
+    placement = budget.placement(num_stages)
+    links = [budget.link(*pair) for pair in pairwise(placement)]
+    # One table for all cuts that are alike: parts with the same tables are solved faster. At the
+    # ends of the model nothing crosses, whatever the table.
+    tables = {
+        link: np.array([0, *(transfer_time(link, size) for size in blocks.crossing[:-1]), 0])
+        for link in {*links, None}
+    }
+    heads = {link: sums + table for link, table in tables.items()}
+    tails = {link: sums - table for link, table in tables.items()}
+    return Problem(
+        [heads[link] for link in (*links, links[-1] if links else None)],
+        [tails[link] for link in (links[0] if links else None, *links)],
+    )
 
 
-def _smallest_fitting(loads: Sequence[Load], num_stages: int, budget: Budget) -> int | None:
+def _memory_problem(blocks: Blocks, holdings: _Holdings) -> Problem:
+    """Return the problem of the fullest stage.
+
+    Where a stage has several moments at which it might hold most, the limit that can just be met
+    is found first; cuts are then even by what F keeps.
+    """
+    tables = [blocks.memory(max(moments, key=lambda each: each.whole)) for moments in holdings]
+    problem = Problem([heads for heads, _ in tables], [tails for _, tails in tables])
+    if all(len(moments) == 1 for moments in holdings):
+        return problem
+    least = _least_limit(blocks, holdings)
+    return _limited(problem, blocks, holdings, [least] * len(holdings))
+
+
+def _limited(
+    problem: Problem, blocks: Blocks, holdings: _Holdings, limits: Sequence[int]
+) -> Problem:
+    """Return a problem whose stages also keep a limit of memory each."""
+    known: dict[object, NDArray[np.intp]] = {}
+    earliest = []
+    for moments, limit in zip(holdings, limits, strict=True):
+        key = (tuple(moments), limit)
+        if key not in known:
+            begins = [earliest_begins(*blocks.memory(moment), limit) for moment in moments]
+            known[key] = np.maximum.reduce(begins)
+        earliest.append(known[key])
+    return replace(problem, earliest=earliest)
+
+
+def _least_limit(blocks: Blocks, holdings: _Holdings) -> int:
+    """Return the smallest limit of memory that some cut keeps."""
+    free = [np.zeros(len(blocks) + 1, dtype=np.int64)] * len(holdings)
+    low = 0
+    whole = [blocks.memory(moment) for moments in holdings for moment in moments]
+    high = max(int(heads[-1] - tails.min()) for heads, tails in whole)
+    while low < high:
+        middle = (low + high) // 2
+        limits = [middle] * len(holdings)
+        if has_solution(_limited(Problem(free, free), blocks, holdings, limits)):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _too_little(graph: Cuttable, num_stages: int, budget: Budget, costs: ModelCosts | None) -> str:
+    """Say how much is missing, and what would fit."""
+    assert budget.limit is not None
+    limit = budget.for_stage(num_stages)
+    assert limit is not None
+    blocks = blocks_of(graph, costs, budget, num_stages)
+    needed = _least_limit(blocks, budget.holdings(num_stages))
+    share = "" if limit == budget.limit else f" ({show_bytes(limit)} for each stage of a rank)"
+    short = f"{show_bytes(needed - limit)} too much" if needed > limit else "too much together"
+    return (
+        f"memory_limit={show_bytes(budget.limit)}{share}: the fullest of {num_stages} stages needs "
+        f"{show_bytes(needed)} however they are cut, {short}: "
+        f"{_way_out(graph, num_stages, budget, costs)}"
+    )
+
+
+def _way_out(graph: Cuttable, num_stages: int, budget: Budget, costs: ModelCosts | None) -> str:
+    """Return what would fit; everything that is named has been tried."""
+    ways = []
+    stages = _more_stages(graph, num_stages, budget, costs)
+    if stages is not None:
+        ways.append(f"split={stages}")
+    if costs is not None:
+        rows = _fewer_rows(graph, num_stages, budget, costs)
+        if rows is not None:
+            ways.append(f"microbatches of {rows} {'row' if rows == 1 else 'rows'}")
+    if _fits_1f1b(graph, num_stages, budget, costs):
+        ways.append("schedule='1f1b'")
+    if ways:
+        return f"{' or '.join(ways)} would fit"
+    if costs is None:
+        return "no number of stages fits: raise the limit, or use smaller microbatches"
+    both = _more_stages(graph, num_stages, budget, costs.at(1))
+    if both is not None:
+        return f"split={both} with microbatches of 1 row would fit"
+    return "no number of stages and no size of microbatches fits: raise the limit"
+
+
+def _fits_1f1b(graph: Cuttable, num_stages: int, budget: Budget, costs: ModelCosts | None) -> bool:
+    is_other = isinstance(budget.schedule, str) and budget.schedule != "1f1b"
+    return is_other and _fits(graph, num_stages, replace(budget, schedule="1f1b"), costs)
+
+
+def _more_stages(
+    graph: Cuttable, num_stages: int, budget: Budget, costs: ModelCosts | None
+) -> int | None:
     """Return the next larger number of stages that keeps the limit, if there is one."""
-    for more in range(num_stages + 1, min(len(loads), num_stages + 64) + 1):
-        memory = _memory_problem(loads, more)
-        share = budget.for_stage(more)
-        assert share is not None
-        if has_solution(Problem(memory.heads, memory.tails, memory.heads, share)):
-            return more
-    return None
+    if not isinstance(budget.schedule, str | None):
+        return None
+    most = min(len(graph.cuts) + 1, num_stages + _FURTHER_STAGES)
+    numbers = range(num_stages + 1, most + 1)
+    return next((more for more in numbers if _fits(graph, more, budget, costs)), None)
+
+
+def _fewer_rows(graph: Cuttable, num_stages: int, budget: Budget, costs: ModelCosts) -> int | None:
+    """Return the largest smaller size of microbatches that keeps the limit, if there is one."""
+    if costs.rows == 1 or not _fits(graph, num_stages, budget, costs.at(1)):
+        return None
+    low, high = 1, costs.rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _fits(graph, num_stages, budget, costs.at(middle)):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _fits(graph: Cuttable, num_stages: int, budget: Budget, costs: ModelCosts | None) -> bool:
+    if budget.faults(num_stages):
+        return False
+    blocks = blocks_of(graph, costs, budget, num_stages)
+    return _solved(blocks, num_stages, "time", budget) is not None

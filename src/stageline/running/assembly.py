@@ -75,7 +75,7 @@ def fit(
     devices, device_faults = settings.rank_devices(num_ranks, world)
     timetable = None
     if not faults:
-        timetable, faults = settings.timetable(len(sources), num_ranks)
+        timetable, faults = settings.timetable([each.time for each in sources], num_ranks)
     faults = faults + device_faults
     if timetable is not None:
         faults += _missing_stages(sources, timetable.schedule.placement, world)

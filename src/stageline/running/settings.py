@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
 from stageline.errors import ScheduleError
+from stageline.planning.searching import find_schedule
 from stageline.running.control import Member, join
 from stageline.running.events import Observer
 from stageline.running.loss import REDUCTIONS, LossFunction
@@ -19,12 +21,16 @@ from stageline.running.microbatches import BatchDims, LossReduction
 from stageline.running.timetable import Timetable
 from stageline.running.transports.base import ThreadTransport
 from stageline.running.world import World
-from stageline.scheduling import Action, Kind, Schedule, parse, schedules
+from stageline.scheduling import Action, Costs, Kind, Schedule, parse, schedules
 from stageline.scheduling.checking import find_faults as find_schedule_faults
 
 WrapStage = Callable[[nn.Module, int], nn.Module]
 TRANSPORTS = ("memory", "shared-memory", "process-group")
+AUTO = "auto"
+"""The name that stands for a search, with the estimated times of the stages."""
+
 _MICROBATCHES_PER_RANK = 4  # the bubble of 1F1B is then at most a fifth
+_EFFORT = 0.05  # well below a second, even for many ranks
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,8 @@ class Settings:
         given = self._given_schedule()
         if isinstance(given, ScheduleError):
             return [str(given)]
+        if given == AUTO:
+            return []
         refusal = schedules.family(given).refusal if isinstance(given, str) else given.refusal
         if refusal is not None or isinstance(given, str):
             return [] if refusal is None else [refusal]
@@ -179,10 +187,10 @@ class Settings:
             wanted = self.ranks
         elif isinstance(given, Schedule):
             return given.num_ranks, []  # whether it fits is said of the schedule
-        elif isinstance(given, str):
+        elif isinstance(given, str) and given != AUTO:
             wanted = schedules.family(given).num_ranks(num_stages)
         else:
-            wanted = num_stages  # what is wrong with the schedule is said elsewhere
+            wanted = num_stages  # a search; or the schedule is wrong, which is said elsewhere
         if wanted > num_stages:
             return wanted, [
                 f"{wanted} ranks for {num_stages} stages: every rank needs a stage; cut the model "
@@ -192,14 +200,14 @@ class Settings:
 
     def _given_schedule(self) -> Schedule | str | ScheduleError:
         """Return the schedule that the user wrote, the name of one of ours, or what is wrong."""
-        names = ", ".join(schedules.NAMES)
+        names = ", ".join((*schedules.NAMES, AUTO))
         if isinstance(self.schedule, Schedule):
             return self.schedule
         if not isinstance(self.schedule, str) or not self.schedule.strip():
             return ScheduleError(
                 f"wanted a name ({names}), a Schedule or its text, got {self.schedule!r}"
             )
-        if self.schedule in schedules.NAMES:
+        if self.schedule in (*schedules.NAMES, AUTO):
             return self.schedule
         try:
             if len(self.schedule.split()) == 1 and not _is_action(self.schedule):
@@ -208,11 +216,21 @@ class Settings:
         except ScheduleError as error:
             return error
 
-    def timetable(self, num_stages: int, num_ranks: int) -> tuple[Timetable | None, list[str]]:
-        """Return the schedule for this pipeline, and what is wrong with it for this model."""
+    def timetable(
+        self, times: Sequence[int | None], num_ranks: int
+    ) -> tuple[Timetable | None, list[str]]:
+        """Return the schedule for this pipeline, and what is wrong with it for this model.
+
+        Args:
+            times: The estimated time of each stage, None where it is not known.
+            num_ranks: Workers.
+        """
+        num_stages = len(times)
         given = self._given_schedule()
         assert not isinstance(given, ScheduleError)  # find_faults has told
         try:
+            if given == AUTO:
+                return self._searched(times, num_ranks), []
             if isinstance(given, str):
                 return self._built(given, num_stages, num_ranks), []
         except ScheduleError as error:
@@ -223,7 +241,33 @@ class Settings:
     def _built(self, family: str, num_stages: int, num_ranks: int) -> Timetable:
         count = self.num_microbatches or _MICROBATCHES_PER_RANK * num_ranks
         schedule = schedules.build(family, num_stages, count, num_ranks=num_ranks)
-        return Timetable(schedule.check(), family)
+        fitted = partial(schedules.fitted, family, num_stages, num_ranks=num_ranks)
+        return Timetable(schedule.check(), fitted)
+
+    def _searched(self, times: Sequence[int | None], num_ranks: int) -> Timetable:
+        """Find a schedule that holds no more than 1F1B does on its first rank.
+
+        Every process searches for itself. All come to the same schedule: the times are estimates
+        made from the graph, which is the same everywhere, and the search counts instead of timing.
+        """
+        known = [max(time, 1) for time in times if time is not None]
+        each = known if len(known) == len(times) else [1] * len(times)
+        costs = Costs(forward=each, input_gradient=each, weight_gradient=each)
+
+        def find(count: int, placement: Sequence[int] | None = None) -> Schedule:
+            found = find_schedule(
+                num_ranks,
+                count,
+                costs,
+                num_stages=len(times),
+                placement=placement,
+                memory_limit=num_ranks,
+                effort=_EFFORT,
+            )
+            return found.schedule
+
+        full = find(self.num_microbatches or _MICROBATCHES_PER_RANK * num_ranks)
+        return Timetable(full.check(), partial(find, placement=full.placement))
 
     def _fitting_faults(self, given: Schedule, num_stages: int, num_ranks: int) -> list[str]:
         return [

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 
 from stageline.running.executor import BoundRow, bind
-from stageline.scheduling import Action, Kind, Schedule, order_transfers, schedules
+from stageline.scheduling import Action, Kind, Schedule, order_transfers
 from stageline.scheduling.passes import forward_part, forwards_first, keep_microbatches
 
 _FORWARD_KINDS = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
@@ -29,12 +30,13 @@ class Timetable:
 
     Args:
         schedule: The schedule for a full batch.
-        family: Its name where it is one of ours: a smaller batch then gets a schedule built for it.
+        build: Number of microbatches -> the schedule for them; None where there is no rule, and
+            what is missing is left out.
     """
 
-    def __init__(self, schedule: Schedule, family: str | None = None) -> None:
+    def __init__(self, schedule: Schedule, build: Callable[[int], Schedule] | None = None) -> None:
         self.schedule = schedule
-        self._family = family
+        self._build = build
         # At most one entry for each number of microbatches and purpose.
         self._rows: dict[tuple[int, Purpose], tuple[BoundRow, ...]] = {}
 
@@ -43,9 +45,7 @@ class Timetable:
         full = self.schedule
         if count == full.num_microbatches:
             return full
-        if self._family is None:
-            return keep_microbatches(full, count)
-        return schedules.fitted(self._family, full.num_stages, count, num_ranks=full.num_ranks)
+        return keep_microbatches(full, count) if self._build is None else self._build(count)
 
     def rows(self, count: int, purpose: Purpose) -> tuple[BoundRow, ...]:
         """Return what every rank runs, transfers included."""

@@ -161,11 +161,16 @@ def _hops(work: Work, costs: Costs) -> tuple[Integers, list[Number]]:
     used = np.flatnonzero(crosses)
     made = work.waits[used]
     stage = work.rows["stage"]
-    ways = np.stack([np.minimum(stage[used], stage[made]), work.ranks[made], work.ranks[used]])
-    distinct, way = np.unique(ways, axis=1, return_inverse=True)
+    ranks = len(work.bounds) - 1
+    cuts = np.minimum(stage[used], stage[made]).astype(np.int64)
+    ways = (cuts * ranks + work.ranks[made]) * ranks + work.ranks[used]
+    distinct, way = np.unique(ways, return_inverse=True)
     hops = np.zeros(len(crosses), dtype=np.int32)
-    hops[used] = way.ravel() + 1
+    hops[used] = way + 1
     return hops, [
         0,
-        *(costs.hop(cut, num_cuts, source, to) for cut, source, to in distinct.T.tolist()),
+        *(
+            costs.hop(each // ranks**2, num_cuts, each // ranks % ranks, each % ranks)
+            for each in distinct.tolist()
+        ),
     ]

@@ -1,0 +1,144 @@
+"""What the blocks of a model weigh, as running sums: what balance is computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stageline.capturing.graph import Cuttable
+from stageline.partitioning.balance import running_sum
+from stageline.partitioning.costs import BlockCosts, ModelCosts
+from stageline.partitioning.holding import Holding
+from stageline.scheduling import Costs, Kind
+
+_Places = NDArray[np.int64]
+
+# Weights, their gradient, and the two moments of Adam.
+COPIES_OF_PARAMETERS = 4
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """One number per block, in forward order.
+
+    Attributes:
+        time: Nanoseconds of forward and backward.
+        parameters: How many numbers it trains or keeps.
+        parameter_bytes: Their bytes.
+        kept: Bytes that F keeps, the input included.
+        frees: Those of them that I releases.
+        inputs: Those of them that are the input.
+        shared: Those of them that the block before keeps as well, as its output.
+        crossing: Bytes that cross a cut behind it.
+    """
+
+    time: Sequence[int]
+    parameters: Sequence[int]
+    parameter_bytes: Sequence[int]
+    kept: Sequence[int]
+    frees: Sequence[int]
+    inputs: Sequence[int]
+    shared: Sequence[int]
+    crossing: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.time)
+
+    @classmethod
+    def of_graph(cls, graph: Cuttable, cuts: Sequence[int] | None = None) -> Blocks:
+        """Return what the graph itself estimates, of what lies between its cuts or others."""
+        ends = [0, *(graph.cuts if cuts is None else cuts), graph.num_nodes]
+        loads = [graph.load(begin, end) for begin, end in pairwise(ends)]
+        nothing = [0] * len(loads)
+        return cls(
+            time=[load.time for load in loads],
+            parameters=[load.parameters for load in loads],
+            parameter_bytes=[load.parameter_bytes for load in loads],
+            kept=[load.activation_bytes for load in loads],
+            frees=nothing,
+            inputs=nothing,
+            shared=nothing,
+            crossing=[_crossing(graph, place) for place in ends[1:-1]] + [0],
+        )
+
+    @classmethod
+    def of_costs(cls, costs: ModelCosts, kinds: Collection[Kind] = ()) -> Blocks:
+        """Return what was measured or estimated.
+
+        Args:
+            costs: That.
+            kinds: What the schedule runs: the backward in one piece, or as I and W; perhaps R.
+        """
+        each = costs.blocks
+        shared = [min(a.kept_output_bytes, b.input_bytes) for a, b in pairwise(each)]
+        return cls(
+            time=[_time(block, kinds) for block in each],
+            parameters=[block.parameters for block in each],
+            parameter_bytes=[block.parameter_bytes for block in each],
+            kept=[block.input_bytes + block.activation_bytes for block in each],
+            frees=[block.input_gradient_frees for block in each],
+            inputs=[block.input_bytes for block in each],
+            shared=[0, *shared],
+            crossing=[block.output_bytes for block in each],
+        )
+
+    @cached_property
+    def _sums(self) -> dict[str, _Places]:
+        """Running sums of what is fixed, kept by one stage, and left by I; and what is at cuts."""
+        kept, shared = _array(self.kept), _array(self.shared)
+        return {
+            "fixed": running_sum(self.parameter_bytes) * COPIES_OF_PARAMETERS,
+            "whole": running_sum((kept - shared).tolist()),
+            "halved": running_sum((kept - _array(self.frees)).tolist()),
+            "shared": np.append(shared, 0),
+            "inputs": np.append(_array(self.inputs), 0),
+        }
+
+    def memory(self, holding: Holding) -> tuple[_Places, _Places]:
+        """Return heads and tails: a stage from a to b needs ``heads[b] - tails[a]`` bytes then."""
+        of = self._sums
+        sums = of["fixed"] + holding.whole * of["whole"] + holding.halved * of["halved"]
+        # What the block before keeps as well is no part of this stage: it is kept here.
+        return sums, sums - holding.whole * of["shared"] - holding.inputs * of["inputs"]
+
+    def held(self, sizes: Sequence[int]) -> Costs:
+        """Return what a simulation is told of the memory of stages of so many blocks."""
+
+        def each(holding: Holding) -> NDArray[np.int64]:
+            return _array(self.needed(sizes, [(holding,)] * len(sizes)))
+
+        whole = each(Holding(1))
+        begins = [0, *np.cumsum(sizes).tolist()[:-1]]
+        return Costs(
+            activation_bytes=(whole - each(Holding(0))).tolist(),
+            input_gradient_frees=(whole - each(Holding(0, 1))).tolist(),
+            input_bytes=[self.inputs[begin] for begin in begins],
+        )
+
+    def needed(self, sizes: Sequence[int], holdings: Sequence[Sequence[Holding]]) -> list[int]:
+        """Return the bytes that each stage of so many blocks needs at most."""
+        ends = [0, *np.cumsum(sizes).tolist()]
+        found = []
+        for (begin, end), moments in zip(pairwise(ends), holdings, strict=True):
+            tables = [self.memory(moment) for moment in moments]
+            found.append(max(int(heads[end] - tails[begin]) for heads, tails in tables))
+        return found
+
+
+def _time(block: BlockCosts, kinds: Collection[Kind]) -> int:
+    halves = block.input_gradient + block.weight_gradient
+    time = block.forward + (halves if Kind.INPUT_GRADIENT in kinds else block.backward)
+    return time + (block.forward if Kind.RECOMPUTE in kinds else 0)
+
+
+def _array(values: Sequence[int]) -> _Places:
+    return np.array(values, dtype=np.int64)
+
+
+def _crossing(graph: Cuttable, place: int) -> int:
+    return sum(value.num_bytes for value in graph.crossing(place))

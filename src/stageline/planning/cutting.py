@@ -1,0 +1,155 @@
+"""Where to cut for a schedule: no rank busier than it must be, and none with more than its memory.
+
+With one stage per rank the exact programme of ``balance`` gives the cut whose longest stage is
+shortest. With several stages per rank it is the ranks that must be even: that cut is where blocks
+begin to move from stage to stage, one at a time, as long as it helps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stageline.partitioning.balance import Problem, earliest_begins, running_sum, solve
+from stageline.partitioning.blocks import COPIES_OF_PARAMETERS, Blocks
+from stageline.partitioning.costs import BlockCosts, ModelCosts
+from stageline.partitioning.holding import Holding
+from stageline.planning.candidates import Candidate
+from stageline.planning.holdings import Holdings
+from stageline.planning.moving import Sizes, improved
+
+
+class Cutter:
+    """Cuts one model, for microbatches of one size.
+
+    Args:
+        costs: What its blocks cost.
+    """
+
+    def __init__(self, costs: ModelCosts) -> None:
+        self.costs = costs
+        blocks = costs.blocks
+        self.num_blocks = len(blocks)
+        self._forward = running_sum([block.forward for block in blocks])
+        self._time = running_sum([block.time for block in blocks])
+        self._split = running_sum(
+            [block.forward + block.input_gradient + block.weight_gradient for block in blocks]
+        )
+        self._blocks = Blocks.of_costs(costs, ())
+        self._stage = lru_cache(maxsize=None)(self._joined)
+        self._balanced = lru_cache(maxsize=None)(self._balance)
+
+    @cached_property
+    def total(self) -> int:
+        """The least time of all blocks for one microbatch."""
+        return int(min(self._time[-1], self._split[-1]))
+
+    @cached_property
+    def largest(self) -> int:
+        """The least time of the longest block."""
+        return int(np.minimum(np.diff(self._time), np.diff(self._split)).max())
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What the parameters of the whole model take, with gradients and optimizer."""
+        return COPIES_OF_PARAMETERS * sum(self._blocks.parameter_bytes)
+
+    def least_fixed(self, num_ranks: int) -> int:
+        """Return what the parameters of the fullest rank take at least, however they are shared.
+
+        Of the k largest blocks some rank has a share of k / num_ranks, rounded up; the smallest of
+        them at least.
+        """
+        sizes = sorted(self._blocks.parameter_bytes, reverse=True)
+        sums: list[int] = running_sum(sizes).tolist()
+        counts = range(1, len(sizes) + 1)
+        shares = (sums[count] - sums[count - -(-count // num_ranks)] for count in counts)
+        return COPIES_OF_PARAMETERS * max(shares)
+
+    def even(self, candidate: Candidate) -> Sizes:
+        """Return how many blocks each stage gets, whatever memory that takes."""
+        method = candidate.method
+        sizes = self._balanced(candidate.num_stages, method.splits_backward, method.recompute)
+        if method.stages_per_rank == 1:
+            return sizes
+        return self._moved(sizes, candidate)
+
+    def fitting(self, candidate: Candidate, holdings: Holdings, limit: int) -> Sizes:
+        """Return the same with as little above a limit of bytes as can be found."""
+        begin = self._within(candidate, holdings, limit) or self.even(candidate)
+        return self._moved(begin, candidate, holdings, limit)
+
+    def needs(self, sizes: Sequence[int], holdings: Holdings) -> list[int]:
+        """Return the bytes that each rank needs: parameters, and activations at their peak."""
+        ends = _ends(sizes)
+        return [self.need(holdings, rank, ends) for rank in range(len(holdings.stages))]
+
+    def need(self, holdings: Holdings, rank: int, ends: Sequence[int]) -> int:
+        """Return the bytes that one rank needs, given where every stage ends."""
+        stages = [self._stage(ends[at], ends[at + 1]) for at in holdings.stages[rank]]
+        held = holdings.peak(
+            rank,
+            [
+                (
+                    stage.input_bytes + stage.activation_bytes,
+                    stage.input_bytes,
+                    stage.input_gradient_frees,
+                )
+                for stage in stages
+            ],
+        )
+        return held + sum(stage.parameter_bytes for stage in stages) * COPIES_OF_PARAMETERS
+
+    def _joined(self, begin: int, end: int) -> BlockCosts:
+        part = replace(self.costs, blocks=self.costs.blocks[begin:end], others=())
+        return part.stages([end - begin])[0]
+
+    def _times(self, split: bool, recompute: bool) -> NDArray[np.int64]:
+        return (self._split if split else self._time) + self._forward * recompute
+
+    def _balance(self, num_stages: int, split: bool, recompute: bool) -> Sizes:
+        sums = [self._times(split, recompute)] * num_stages
+        if recompute:
+            sums[-1] = self._times(split, False)
+        sizes = solve(Problem(sums, sums))
+        assert sizes is not None  # nothing is limited
+        return tuple(sizes)
+
+    def _within(self, candidate: Candidate, holdings: Holdings, limit: int) -> Sizes | None:
+        """Return the most even cut with an equal share of the limit for each stage of a rank."""
+        method = candidate.method
+        times = [self._times(method.splits_backward, method.recompute)] * candidate.num_stages
+        share = limit // method.stages_per_rank
+        known: dict[tuple[Holding, ...], NDArray[np.intp]] = {}
+        earliest = []
+        for moments in holdings.by_stage():
+            if moments not in known:
+                tables = (self._blocks.memory(moment) for moment in moments)
+                begins = [earliest_begins(*table, share) for table in tables]
+                known[moments] = np.maximum.reduce(begins)
+            earliest.append(known[moments])
+        sizes = solve(Problem(times, times, earliest))
+        return None if sizes is None else tuple(sizes)
+
+    def _moved(
+        self, sizes: Sizes, candidate: Candidate, holdings: Holdings | None = None, limit: int = 0
+    ) -> Sizes:
+        """Move single blocks between neighbours while that lowers what is too much, or the peak."""
+        method = candidate.method
+        times = self._times(method.splits_backward, method.recompute)
+        ranks = method.placement(candidate.num_ranks)
+
+        def need(rank: int, ends: Sequence[int]) -> int:
+            assert holdings is not None
+            return max(0, self.need(holdings, rank, ends) - limit)
+
+        return improved(sizes, times, ranks, need if holdings else None)
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    return [0, *accumulate(sizes)]
