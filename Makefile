@@ -17,7 +17,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 COVER  := --cov --cov-report=term
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full pytest pytest-full lint format types wheel api docs bench clean
+.PHONY: help demo test test-full pytest pytest-full lint format types wheel api docs bench bench-full clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -85,6 +85,12 @@ bench: $(READY)  ## run the short form of every benchmark in benchmarks/
 	    [ -e "$$run" ] || continue; found=yes; \
 	    echo "== $$run --short"; $(BIN)/python "$$run" --short || exit; \
 	done; [ -n "$$found" ] || echo "no benchmarks yet: benchmarks/<question>/run.py"
+
+bench-full: $(READY)  ## run every benchmark whole, the peers in environments of their own: an hour
+	@$(BIN)/python benchmarks/against_peers/run.py --install
+	@for run in benchmarks/*/run.py; do \
+	    echo "== $$run"; $(BIN)/python "$$run" || exit; \
+	done
 
 clean:  ## remove everything that make made
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,100 @@
+"""Who races: every entry with the name it has in the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from models import Case
+
+TORCH = "torch pipelining, 1F1B"
+PLAIN = "plain, one thread"
+OURS = "stageline processes, 1f1b"
+AGAIN = "the same again (A/A)"
+LIMIT = "limit of 1F1B"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contestant.
+
+    Attributes:
+        name: In the tables.
+        kind: The file here that builds it.
+        options: What that file is told besides.
+        processes: How many it has.
+        threads: Intra-op threads of each of them.
+        environment: Whose environment it runs in; None is the project's own.
+    """
+
+    name: str
+    kind: str
+    options: Mapping[str, str | int] = field(default_factory=dict)
+    processes: int = 2
+    threads: int = 1
+    environment: str | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        return self.kind == "ours"
+
+
+def short() -> list[Entry]:
+    """Return what `make bench` has time for."""
+    return [
+        Entry(PLAIN, "plain", processes=1),
+        Entry(OURS, "ours"),
+        Entry(AGAIN, "ours"),
+        Entry("stageline threads, 1f1b", "ours", processes=1),
+        Entry(TORCH, "torch_pipelining"),
+        Entry(LIMIT, "stage_times"),
+    ]
+
+
+def full(case: Case) -> list[Entry]:
+    """Return everybody."""
+    each = len(case.cuts[max(case.cuts)])  # a stage per call, where a block is called again
+    most = {"stages": each} if case.each else {}
+    return [
+        Entry(PLAIN, "plain", processes=1),
+        Entry("plain, two threads", "plain", processes=1, threads=2),
+        Entry(OURS, "ours", most),
+        Entry(AGAIN, "ours", most),
+        *_ours_more(case),
+        Entry("stageline threads, 1f1b", "ours", most, processes=1),
+        Entry("stageline threads, zb-h1", "ours", {"schedule": "zb-h1"}, processes=1),
+        *_torch(case),
+        Entry("fairscale Pipe", "fairscale_pipe", processes=1, environment="fairscale"),
+        Entry("torchgpipe GPipe", "torchgpipe_pipe", processes=1, environment="torchgpipe"),
+        Entry("DeepSpeed PipelineModule", "deepspeed_pipe", environment="deepspeed"),
+        Entry(LIMIT, "stage_times"),
+    ]
+
+
+def _ours_more(case: Case) -> list[Entry]:
+    looped = max(case.cuts) if case.each else 4
+    names = {"zb-h1": 2, "interleaved": looped, "interleaved-zb": looped, "zb-v": 4}
+    entries = [
+        Entry(f"stageline processes, {name}", "ours", {"schedule": name, "stages": stages})
+        for name, stages in names.items()
+    ]
+    if case.each:
+        entries.insert(0, Entry("stageline processes, 1f1b, two stages", "ours", {"stages": 2}))
+    return entries
+
+
+def _torch(case: Case) -> list[Entry]:
+    looped = max(case.cuts) if case.each else 4
+    more = {
+        "ZB1P, a stage per rank": ("InterleavedZeroBubble", 2),
+        "Interleaved1F1B": ("Interleaved1F1B", looped),
+        "InterleavedZeroBubble": ("InterleavedZeroBubble", looped),
+        "ZBVZeroBubble": ("ZBVZeroBubble", 4),
+    }
+    return [
+        Entry(TORCH, "torch_pipelining"),
+        *(
+            Entry(f"torch pipelining, {name}", "torch_pipelining", {"schedule": s, "stages": n})
+            for name, (s, n) in more.items()
+        ),
+    ]

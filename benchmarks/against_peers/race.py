@@ -1,0 +1,235 @@
+"""The race: contestants that live side by side and run one after the other, round after round.
+
+Every contestant is a group of processes that sleep on a pipe while it is not their turn. In every
+round each has one turn, in random order, so load that comes and goes hits all alike; what is
+compared are times of one round.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import select
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import stageline as sl
+from environments import python_of
+from lineup import LIMIT, Entry
+from models import Case
+from nursery import Child, Nursery
+from plain import reference
+from results import LOGS, Outcome
+
+TOLERANCE = 1e-4  # of a loss, relative
+PATIENCE = 300.0  # seconds for an answer
+Answer = dict[str, Any]
+
+
+class Failed(Exception):
+    """A contestant cannot take part; the message says why."""
+
+
+class Group:
+    """The processes of one contestant."""
+
+    def __init__(self, entry: Entry, case: Case, nursery: Nursery, log: Path) -> None:
+        self.entry, self.case = entry, case
+        port = _free_port()
+        self._children: list[Child] = []
+        for rank in range(entry.processes):
+            request = {
+                "kind": entry.kind,
+                "case": case.letter,
+                "options": dict(entry.options),
+                "environment": _world(rank, entry.processes, port),
+            }
+            try:
+                child = nursery.start(request, log / f"{entry.kind}-{rank}.txt")
+            except OSError as error:
+                raise Failed(str(error)) from error
+            self._children.append(child)
+
+    def said(self) -> list[Answer]:
+        """Return the next answer of every process."""
+        answers: list[Answer] = []
+        deadline = time.monotonic() + PATIENCE
+        for child in self._children:
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([child.answers], [], [], left)[0]:
+                raise Failed(f"no answer within {PATIENCE:.0f} s")
+            line = child.answers.readline()
+            if not line:
+                raise Failed("a process of it has died: see its log")
+            answers.append(json.loads(line))
+        errors = [answer["error"] for answer in answers if "error" in answer]
+        if errors:
+            raise Failed(errors[0].splitlines()[0])
+        return answers
+
+    def turn(self) -> tuple[float, float]:
+        """Let it run its steps; return the seconds of one, and its CPU time."""
+        for child in self._children:
+            child.commands.write(json.dumps({"steps": self.case.steps}) + "\n")
+        answers = self.said()
+        if self.entry.name == LIMIT:
+            seconds = makespan(self.case, answers)
+        else:
+            # Ranks begin and end at different times; how long a step takes is the same for all.
+            seconds = statistics.fmean(answer["seconds"] for answer in answers)
+        return seconds, sum(answer["cpu"] for answer in answers)
+
+    def close(self) -> None:
+        for child in self._children:
+            child.close()
+
+
+class Nurseries:
+    """The processes that contestants are forked from, each made when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[tuple[str | None, int], Nursery] = {}
+
+    def __enter__(self) -> Nurseries:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for nursery in self._known.values():
+            nursery.close()
+
+    def of(self, entry: Entry) -> Nursery:
+        key = (entry.environment, entry.threads)
+        if key not in self._known:
+            python = python_of(entry.environment, self._folder)
+            if not python.exists():
+                raise Failed("not installed: run.py --install")
+            imports = ["torch", "torch.distributed", entry.environment or "stageline"]
+            self._known[key] = Nursery(python, _environment(entry, python), imports)
+        return self._known[key]
+
+
+def makespan(case: Case, answers: list[Answer]) -> float:
+    """Return the time of a step of 1F1B in which nothing is waited for but the schedule."""
+    costs = sl.Costs(
+        forward=[answer["forward"] for answer in answers],
+        backward=[answer["backward"] for answer in answers],
+    )
+    schedule = sl.schedules.one_f_one_b(2, case.num_microbatches)
+    # The first rank ends last, and its next step begins after its optimizer.
+    return float(sl.simulate(schedule, costs).T) + float(answers[0]["update"])
+
+
+def _environment(entry: Entry, python: Path) -> dict[str, str]:
+    environment = dict(os.environ)
+    environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(entry.threads)
+    environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', '')}"
+    if entry.environment is not None:
+        environment.pop("PYTHONPATH", None)
+        environment["TORCH_EXTENSIONS_DIR"] = str(python.parents[1] / "extensions")
+        environment["DS_ACCELERATOR"] = "cpu"
+    return environment
+
+
+def _world(rank: int, size: int, port: int) -> dict[str, str]:
+    """Return the variables that torchrun would set; without it, nobody looks after processes."""
+    if size == 1:
+        return {}
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def race(case: Case, entries: Iterable[Entry], rounds: int, nurseries: Nurseries) -> Outcome:
+    """Run a case; the first round warms up and is not counted."""
+    entries = list(entries)
+    outcome, shuffle = Outcome(case, order=[entry.name for entry in entries]), random.Random(0)
+    with ExitStack() as stack:
+        groups = _started(case, entries, nurseries, outcome, stack)
+        for number in range(rounds + 1):
+            for group in shuffle.sample(groups, len(groups)):
+                name = group.entry.name
+                if name in outcome.failures:
+                    continue
+                try:
+                    seconds, cpu = group.turn()
+                except Failed as failure:
+                    outcome.failures[name] = str(failure)
+                    outcome.seconds.pop(name, None)
+                    continue
+                if number:
+                    outcome.seconds.setdefault(name, []).append(seconds)
+                    outcome.cpu.setdefault(name, []).append(cpu)
+            outcome.load.append(os.getloadavg()[0])
+    return outcome
+
+
+def _started(
+    case: Case,
+    entries: Iterable[Entry],
+    nurseries: Nurseries,
+    outcome: Outcome,
+    stack: ExitStack,
+) -> list[Group]:
+    """Start one contestant after the other, and keep those that compute what the plain model does.
+
+    What they print goes to files below build/.
+    """
+    log = LOGS / case.letter
+    log.mkdir(parents=True, exist_ok=True)
+    expected = {tied: reference(case, tied=tied) for tied in ({True, case.each is None})}
+    groups = []
+    for entry in entries:
+        try:
+            group = Group(entry, case, nurseries.of(entry), log)
+            stack.callback(group.close)
+            answers = group.said()
+            _note(entry, answers, expected, outcome)
+        except Failed as failure:
+            outcome.failures[entry.name] = str(failure)
+            print(f"  {entry.name}: {failure}", file=sys.stderr, flush=True)
+            continue
+        groups.append(group)
+    return groups
+
+
+def _note(
+    entry: Entry, answers: list[Answer], expected: Mapping[bool, list[float]], outcome: Outcome
+) -> None:
+    """Compare the losses of the first steps with the plain model's, and remember the rest."""
+    for answer in answers:
+        outcome.versions |= answer["versions"]
+    if entry.name == LIMIT:
+        return
+    tied = answers[0]["tied"]
+    if not tied:
+        outcome.untied.append(entry.name)
+    losses = next((a["losses"] for a in answers if None not in a["losses"]), None)
+    if losses is None:
+        raise Failed("it showed no loss")
+    wanted = expected[tied]
+    if not all(
+        math.isclose(loss, want, rel_tol=TOLERANCE)
+        for loss, want in zip(losses, wanted, strict=True)
+    ):
+        shown, right = (" ".join(f"{x:.5f}" for x in xs) for xs in (losses, wanted))
+        raise Failed(f"wrong: losses {shown}, the plain model's are {right}")

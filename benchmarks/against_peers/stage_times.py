@@ -1,0 +1,99 @@
+"""How long the two stages take while both cores are busy, with nothing to wait for.
+
+Each of two processes runs forward, backward and optimizer step of its own stage, again and again
+and without the other, on microbatches that it has. What a schedule makes of these times is the
+limit of every pipeline that runs it: no message, no wait beyond those in the schedule.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models import Case
+from stageline.running.allocator import keep_freed_memory
+from stageline.torch_private import run_backward
+
+SECONDS = 0.5  # of a turn
+
+
+class Stage:
+    """One of two stages, alone."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.rank = case, int(os.environ["RANK"])
+        layers = list(case.layers(case.dropout))
+        first = case.cuts[2][0]
+        before, mine = (layers[:first], layers[first:]) if self.rank else ([], layers[:first])
+        self.module = nn.Sequential(*mine)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=case.rate)
+        with torch.no_grad():
+            self.inputs = [nn.Sequential(*before)(x) for x, _ in case.microbatches()]
+            self.root = torch.full((), 1 / case.num_microbatches)
+            if self.rank == 0:
+                self.root = torch.randn_like(self.module(self.inputs[0])) * 1e-3
+        self.targets = [y for _, y in case.microbatches()]
+        self.spent = [0.0, 0.0, 0.0]  # forward, backward, optimizer
+        self.steps = 0
+
+    def step(self) -> None:
+        """Run all microbatches, the first stage one forward ahead as in 1F1B."""
+        ahead: deque[Tensor] = deque()
+        for x, y in zip(self.inputs, self.targets, strict=True):
+            ahead.append(self._timed(0, partial(self._forward, x, y)))
+            if len(ahead) == 2 - self.rank:
+                self._backward(ahead)
+        while ahead:
+            self._backward(ahead)
+        self._timed(2, self._update)
+        self.steps += 1
+
+    def _timed(self, what: int, function: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = function()
+        self.spent[what] += time.perf_counter() - start
+        return result
+
+    def _forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.rank == 0:
+            output: Tensor = self.module(x)
+            return output
+        return self.case.loss(self.module(x.detach().requires_grad_()), y)
+
+    def _backward(self, ahead: deque[Tensor]) -> None:
+        output = ahead.popleft()
+        self._timed(1, partial(run_backward, [output], [self.root]))
+
+    def _update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def build(case: Case) -> Callable[[int], dict[str, float]]:
+    """Return a turn: stages are run for a while, and their mean times returned."""
+    keep_freed_memory()  # as every pipeline of ours does
+    stage = Stage(case)
+
+    def turn(steps: int) -> dict[str, float]:
+        stage.step()
+        stage.spent, stage.steps = [0.0, 0.0, 0.0], 0
+        end, cpu = time.perf_counter() + SECONDS, time.process_time()
+        while stage.steps == 0 or time.perf_counter() < end:
+            stage.step()
+        forward, backward, update = (seconds / stage.steps for seconds in stage.spent)
+        count = case.num_microbatches
+        return {
+            "forward": forward / count,
+            "backward": backward / count,
+            "update": update,
+            "cpu": (time.process_time() - cpu) / stage.steps,
+        }
+
+    return turn
