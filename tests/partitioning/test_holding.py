@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from stageline.partitioning.blocks import COPIES_OF_PARAMETERS, Blocks
 from stageline.partitioning.budget import Budget
 from stageline.partitioning.costs import BlockCosts, ModelCosts
-from stageline.partitioning.holding import Holding, holdings_of, holdings_of_1f1b
+from stageline.partitioning.holdings import Holding, holdings_of, holdings_of_1f1b
 from stageline.scheduling import parse, schedules, simulate
 
 RUN = [name for name in schedules.NAMES if schedules.family(name).refusal is None]

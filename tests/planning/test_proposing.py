@@ -11,12 +11,12 @@ import pytest
 from stageline.errors import ConfigError
 from stageline.partitioning.costs import ModelCosts
 from stageline.partitioning.device import Device, Link
+from stageline.partitioning.holdings import Holdings
 from stageline.planning import propose
 from stageline.planning.bounds import least_time
 from stageline.planning.candidates import AUTO, Candidate, Method, candidates, methods, runnable
 from stageline.planning.cutting import Cutter
 from stageline.planning.evaluating import Evaluator
-from stageline.planning.holdings import Holdings
 from stageline.scheduling import simulate
 from tests.planning.models import layers, uneven
 

@@ -2,7 +2,9 @@
 
 balance.py   the cuts that make the largest stage as small as possible
 splits.py    what the user said about cuts, read and checked
-costs.py     what blocks cost, measured or estimated
+costs.py     what blocks cost, measured or estimated; device.py: what they run on
+weighing.py  balance by costs, within a budget of memory; blocks.py: as running sums
+holdings.py  what ranks and stages hold at their worst, as counts
 plan.py      stages and their ranks, as a table a person can read
 """
 

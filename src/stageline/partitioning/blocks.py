@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from stageline.capturing.graph import Cuttable
 from stageline.partitioning.balance import running_sum
 from stageline.partitioning.costs import BlockCosts, ModelCosts
-from stageline.partitioning.holding import Holding
+from stageline.partitioning.holdings import Holding
 from stageline.scheduling import Costs, Kind
 
 _Places = NDArray[np.int64]

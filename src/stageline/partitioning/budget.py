@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from stageline.errors import ScheduleError
 from stageline.partitioning.blocks import Blocks
 from stageline.partitioning.device import Device, Link
-from stageline.partitioning.holding import Holding, holdings_of, holdings_of_1f1b
+from stageline.partitioning.holdings import Holding, holdings_of, holdings_of_1f1b
 from stageline.scheduling import Kind, Schedule, schedules
 from stageline.scheduling.memory import peak_bytes
 from stageline.scheduling.schedules.rows import contiguous

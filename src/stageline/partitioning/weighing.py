@@ -22,7 +22,7 @@ from stageline.partitioning.balance import (
 from stageline.partitioning.blocks import Blocks
 from stageline.partitioning.budget import Budget, transfer_time
 from stageline.partitioning.costs import ModelCosts
-from stageline.partitioning.holding import Holding
+from stageline.partitioning.holdings import Holding
 
 Balance = Literal["time", "memory", "parameters"]
 BALANCES: tuple[str, ...] = get_args(Balance)

@@ -5,7 +5,6 @@ asking.py     .. what may be asked
 candidates.py .. every way to share a batch among ranks
 bounds.py     .. how fast a way can be at best
 cutting.py    .. where to cut for a schedule; moving.py: a block at a time
-holdings.py   .. what ranks hold, whatever the sizes
 evaluating.py .. what a way costs, by simulation
 refining.py   .. the best made better
 losses.py     .. why a way lost

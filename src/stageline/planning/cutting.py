@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from stageline.partitioning.balance import Problem, earliest_begins, running_sum, solve
 from stageline.partitioning.blocks import COPIES_OF_PARAMETERS, Blocks
 from stageline.partitioning.costs import BlockCosts, ModelCosts
-from stageline.partitioning.holding import Holding
+from stageline.partitioning.holdings import Holding, Holdings
 from stageline.planning.candidates import Candidate
-from stageline.planning.holdings import Holdings
 from stageline.planning.moving import Sizes, improved
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.partitioning.holding import Holding
 from stageline.scheduling import Kind, Schedule
 from stageline.scheduling.schedule import Row
 
@@ -31,6 +30,21 @@ _CHANGES[Kind.RECOMPUTE] = (1, -1, 0)
 _CHANGES[Kind.INPUT_GRADIENT] = (-1, 0, 1)
 _CHANGES[Kind.WEIGHT_GRADIENT, HALF] = -1
 _CHANGES[Kind.BACKWARD, WHOLE] = -1
+
+
+@dataclass(frozen=True)
+class Holding:
+    """How many microbatches a stage holds at one moment, by what it holds of them.
+
+    Attributes:
+        whole: All that F keeps.
+        halved: What I has not released.
+        inputs: The input alone; R will bring the rest.
+    """
+
+    whole: int
+    halved: int = 0
+    inputs: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +92,24 @@ class Holdings:
                 own = _worst(moments[:, 3 * column : 3 * column + 3]).tolist()
                 found[stage] = tuple(Holding(whole, half, inputs) for whole, inputs, half in own)
         return [found[stage] for stage in sorted(found)]
+
+
+def holdings_of(schedule: Schedule) -> list[tuple[Holding, ...]]:
+    """Return for each stage the moments at which it holds most; one is enough where none is less.
+
+    Example:
+        >>> from stageline.scheduling.schedules import one_f_one_b
+        >>> [stage[0].whole for stage in holdings_of(one_f_one_b(3, 8))]
+        [3, 2, 1]
+    """
+    if not schedule.has_backward:
+        return [(Holding(1),)] * schedule.num_stages
+    return Holdings.of(schedule).by_stage()
+
+
+def holdings_of_1f1b(num_stages: int) -> list[tuple[Holding, ...]]:
+    """Return what 1F1B holds with microbatches enough, one stage per rank."""
+    return [(Holding(num_stages - stage),) for stage in range(num_stages)]
 
 
 def _moments(row: Row, stages: tuple[int, ...]) -> Counts:

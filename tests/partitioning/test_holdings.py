@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from stageline.partitioning.holdings import Holdings
 from stageline.planning.candidates import AUTO, Candidate, methods, runnable
-from stageline.planning.holdings import Holdings
 from stageline.scheduling import Costs
 from stageline.scheduling.memory import peak_bytes
 
