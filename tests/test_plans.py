@@ -178,10 +178,10 @@ def test_json_of_another_model_is_refused() -> None:
     ("text", "message"),
     [
         ("{", "this is no JSON"),
-        ("{}", "this JSON is no proposal"),
+        ("{}", "this JSON holds no proposal"),
         ('{"format": "stageline proposal", "version": 7}', "has version 7, wanted 1"),
         ('{"format": "stageline proposal", "version": 1}', "an entry is missing or wrong"),
-        (3, "wanted the text of a proposal, got int"),
+        (3, "returned, got int"),
     ],
 )
 def test_what_is_no_proposal_is_refused(text: Any, message: str) -> None:

@@ -14,10 +14,10 @@ from stageline.partitioning.amounts import read_bytes
 from stageline.partitioning.costs import ModelCosts
 from stageline.partitioning.device import Device
 from stageline.planning.asking import question_faults, sizes_of_interest
-from stageline.planning.bounds import Metric
 from stageline.planning.estimating import described_device, estimate_costs
 from stageline.planning.proposals import Proposals
 from stageline.planning.proposing import propose
+from stageline.planning.searching.problem import Metric
 
 
 def find_plans(

@@ -67,7 +67,16 @@ def test_costs_survive_a_trip_through_text(costs: ModelCosts) -> None:
     assert ModelCosts.from_json(whole.to_json()) == whole
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "stageline costs", "version": 99}'])
-def test_text_that_is_something_else(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"wanted what ModelCosts\.to_json wrote"):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "this is no JSON"),
+        ("[]", "this JSON holds no costs"),
+        ("{}", "this JSON holds no costs"),
+        ('{"format": "stageline costs", "version": 99}', "version 99, wanted 1"),
+        ('{"format": "stageline costs", "version": 1}', "an entry is missing or wrong"),
+    ],
+)
+def test_text_that_is_something_else(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
         ModelCosts.from_json(text)

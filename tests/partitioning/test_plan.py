@@ -148,11 +148,11 @@ def broken(**entries: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "finding"),
     [
-        (3, "wanted the text of a plan, got int"),
+        (3, "returned, got int"),
         ("{", "this is no JSON: Expecting property name"),
-        ("[]", "this JSON is no plan"),
-        ('{"format": "other"}', "this JSON is no plan"),
-        (broken(version=9), "the plan has version 9, wanted 1"),
+        ("[]", "this JSON holds no plan"),
+        ('{"format": "other"}', "this JSON holds no plan"),
+        (broken(version=9), "this plan text has version 9, wanted 1"),
         (broken(cuts="x"), "entry 'cuts': wanted positions, got 'x'"),
         (broken(placement=[0, -1]), "entry 'placement': wanted a rank for each stage, got"),
         (broken(calls=[3]), r"entry 'calls': wanted names for each stage, got \[3\]"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import pytest
@@ -122,10 +123,15 @@ def test_one_stage_per_rank_within_a_limit_is_found_if_there_is_one(name: str) -
     cutter = Cutter(costs)
     candidate = Candidate(Method(name), 1, 3, 5, rows=1)
     holdings = Holdings.of(candidate.method.build(3, 5))
-    most = [max(cutter.needs(sizes, holdings)) for sizes in all_cuts(9, 3)]
+
+    def fullest(sizes: Sequence[int]) -> int:
+        ends = [0, *accumulate(sizes)]
+        return max(cutter.need(holdings, rank, ends) for rank in range(3))
+
+    most = [fullest(sizes) for sizes in all_cuts(9, 3)]
     for limit in sorted(set(most))[:12]:
         sizes = cutter.fitting(candidate, holdings, limit)
-        assert max(cutter.needs(sizes, holdings)) <= limit
+        assert fullest(sizes) <= limit
 
 
 def test_bounds_are_never_above_the_simulated_time() -> None:

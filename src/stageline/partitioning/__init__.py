@@ -6,6 +6,7 @@ costs.py     what blocks cost, measured or estimated; device.py: what they run o
 weighing.py  balance by costs, within a budget of memory; blocks.py: as running sums
 holdings.py  what ranks and stages hold at their worst, as counts
 plan.py      stages and their ranks, as a table a person can read
+saving.py    a Plan as JSON; json_form.py: how anything that is saved says what it is
 """
 
 from stageline.partitioning.balance import balance

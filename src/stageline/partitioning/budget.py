@@ -138,4 +138,4 @@ def transfer_time(link: Link | None, num_bytes: int) -> int:
         >>> transfer_time(NOMINAL, 1000), transfer_time(None, 1000)
         (200, 0)
     """
-    return 0 if link is None else TRIPS * link.time(num_bytes)
+    return 0 if link is None else TRIPS * (link.time(num_bytes) + link.handled)

@@ -8,7 +8,6 @@ Times are whole nanoseconds of one microbatch, so that every figure made of them
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate, pairwise
@@ -17,12 +16,13 @@ from typing import Any
 from stageline.errors import ConfigError
 from stageline.partitioning.amounts import show_bytes
 from stageline.partitioning.device import Device
+from stageline.partitioning.json_form import JsonForm
 from stageline.scheduling import Costs, Kind
 from stageline.scheduling.costs import Number
 from stageline.wording import aligned
 
-_FORMAT = "stageline costs"
-_VERSION = 1
+_FORM = JsonForm("costs")
+_ENTRIES = ("blocks", "rows", "origin", "others")
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class ModelCosts:
         links = [None if a == b else device.between(a, b) for a, b in pairwise(placement)]
         sent = [stage.output_bytes for stage in self.stages(sizes)[:-1]]
         hops = [link.time(size) if link else 0 for link, size in zip(links, sent, strict=True)]
-        busy = [round(link.handling * 1e9) if link else 0 for link in links]
+        busy = [link.handled if link else 0 for link in links]
         told = self.simulated(sizes, latency=hops[0] if len(set(hops)) == 1 else hops or 0)
         # A stage takes and gives one value in F, and one gradient in B or I.
         both = [before + after for before, after in zip([0, *busy], [*busy, 0], strict=True)]
@@ -214,19 +214,18 @@ class ModelCosts:
 
     def to_json(self) -> str:
         """Return the costs as text that ``from_json`` reads."""
-        return json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)}, indent=1)
+        return _FORM.text(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> ModelCosts:
         """Read what ``to_json`` wrote."""
-        try:
-            entries = json.loads(text)
-            if (entries.pop("format"), entries.pop("version")) != (_FORMAT, _VERSION):
-                raise ValueError("another format or version")
-            return _read(entries)
-        except (ValueError, TypeError, KeyError, AttributeError) as cause:
-            wanted = f"wanted what ModelCosts.to_json wrote, version {_VERSION} ({cause})"
-            raise ConfigError("ModelCosts.from_json", [wanted]) from cause
+        entries, faults = _FORM.entries(text)
+        if not faults:
+            try:
+                return _read({name: entries[name] for name in _ENTRIES})
+            except (ValueError, TypeError, KeyError, AttributeError) as cause:
+                faults = [f"an entry is missing or wrong ({cause}): measure the costs anew"]
+        raise ConfigError("ModelCosts.from_json", faults)
 
 
 def _joined(blocks: Sequence[BlockCosts]) -> BlockCosts:

@@ -64,6 +64,11 @@ class Link:
         """
         return round(_NANOSECONDS * (self.latency + num_bytes / self.bandwidth))
 
+    @property
+    def handled(self) -> int:
+        """The nanoseconds for which each of the two ranks is busy with one value."""
+        return round(_NANOSECONDS * self.handling)
+
 
 @dataclass(frozen=True)
 class Device:

@@ -17,6 +17,7 @@ from stageline.partitioning.budget import Budget
 from stageline.partitioning.costs import ModelCosts
 from stageline.partitioning.device import Device
 from stageline.partitioning.plan import Plan
+from stageline.partitioning.rows import is_count
 from stageline.partitioning.weighing import BALANCES, Balance
 from stageline.scheduling import Schedule, schedules
 
@@ -119,8 +120,7 @@ def option_faults(balance: object, memory_limit: object, ranks: object) -> list[
 
 
 def _count_faults(name: str, value: object) -> list[str]:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    if value is None or (is_number and value >= 1):  # type: ignore[operator]  # a number
+    if value is None or is_count(value):
         return []
     return [f"{name}={value!r}: wanted a whole number of at least 1"]
 

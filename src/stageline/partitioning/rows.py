@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from stageline.capturing.inputs import Arguments
 
@@ -26,6 +26,6 @@ def read_rows(rows: object, example: Arguments) -> tuple[list[int], list[str]]:
     return sizes, []
 
 
-def is_count(value: object) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     """Whether something is a whole number of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
-from typing import Any
 
 from stageline.capturing.graph import Cuttable
+from stageline.partitioning.json_form import JsonForm
 
-_FORMAT = "stageline plan"
-_VERSION = 1
+_FORM = JsonForm("plan")
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,6 @@ class SavedPlan:
     def text(self) -> str:
         """Return the plan as JSON, a line for each entry."""
         entries = {
-            "format": _FORMAT,
-            "version": _VERSION,
             "fingerprint": self.origin.fingerprint,
             "num_nodes": self.origin.num_nodes,
             "num_modules": self.origin.num_modules,
@@ -82,13 +78,12 @@ class SavedPlan:
             "placement": self.placement,
             "calls": self.calls,
         }
-        lines = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items())
-        return "{\n" + ",\n".join(lines) + "\n}"
+        return _FORM.text(entries)
 
 
 def read_plan(text: object) -> tuple[SavedPlan | None, list[str]]:
     """Return the plan that a text holds, or what is wrong with the text."""
-    entries, faults = _entries(text)
+    entries, faults = _FORM.entries(text)
     if faults:
         return None, faults
     faults = [
@@ -142,21 +137,6 @@ def _first_difference(saved: SavedPlan, graph: Cuttable) -> list[str]:
             if was != now:
                 return [f"stage {stage} had {was} where this graph has {now}"]
     return []
-
-
-def _entries(text: object) -> tuple[dict[str, Any], list[str]]:
-    if not isinstance(text, str):
-        return {}, [f"wanted the text of a plan, got {type(text).__name__}"]
-    try:
-        entries = json.loads(text)
-    except json.JSONDecodeError as cause:
-        return {}, [f"this is no JSON: {cause}: give it what plan.to_json() returned"]
-    if not isinstance(entries, dict) or entries.get("format") != _FORMAT:
-        return {}, ["this JSON is no plan: give it what plan.to_json() returned"]
-    if entries.get("version") != _VERSION:
-        version = entries.get("version")
-        return {}, [f"the plan has version {version!r}, wanted {_VERSION}: make it anew"]
-    return entries, []
 
 
 def _is_count(value: object) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeGuard, get_args
+from typing import get_args
 
 from stageline.errors import ScheduleError
-from stageline.planning.bounds import Metric
+from stageline.partitioning.rows import is_count
 from stageline.planning.candidates import divisors, microbatch_counts, runnable
+from stageline.planning.searching.problem import Metric
 from stageline.scheduling import schedules as families
 
 _MOST_SIZES = 4
@@ -28,7 +29,7 @@ def question_faults(
     faults = [
         f"{name}={value!r}: wanted a whole number of at least 1"
         for name, value in (("ranks", ranks), ("batch_size", batch_size), ("top", top))
-        if not _is_count(value)
+        if not is_count(value)
     ]
     if metric not in get_args(Metric):
         faults.append(f"metric={metric!r}: wanted 'T' or 'span'")
@@ -68,13 +69,13 @@ def sizes_of_interest(
 def _degree_faults(data_parallel: object, ranks: object, batch_size: object) -> list[str]:
     if data_parallel == "auto":
         return []
-    if not _is_count(data_parallel):
+    if not is_count(data_parallel):
         return [f"data_parallel={data_parallel!r}: wanted 'auto' or a number of at least 1"]
     asked = data_parallel
     faults = []
-    if _is_count(ranks) and ranks % asked:
+    if is_count(ranks) and ranks % asked:
         faults.append(f"data_parallel={asked}: it does not divide ranks={ranks}")
-    if _is_count(batch_size) and batch_size < asked:
+    if is_count(batch_size) and batch_size < asked:
         faults.append(f"data_parallel={asked}: a batch of {batch_size} rows has none for some")
     return faults
 
@@ -98,8 +99,4 @@ def _schedule_fault(name: object) -> str | None:
 
 
 def _are_counts(value: object) -> bool:
-    return isinstance(value, (list, tuple)) and bool(value) and all(map(_is_count, value))
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, (list, tuple)) and bool(value) and all(map(is_count, value))

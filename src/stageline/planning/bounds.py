@@ -11,15 +11,15 @@ Weight gradients that may be computed later are work, but nobody waits for them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stageline.planning.candidates import Candidate
+from stageline.planning.searching.problem import Metric
 from stageline.scheduling import Costs, Kind
 
-Metric: TypeAlias = Literal["T", "span"]
 _Times: TypeAlias = NDArray[np.float64]
 
 
@@ -92,9 +92,7 @@ def _hops(costs: Costs, placement: Sequence[int]) -> _Times:
     )
 
 
-def _before(
-    times: _Times,
-) -> _Times:
+def _before(times: _Times) -> _Times:
     """Return what lies before each stage, given what each takes until the next has its value."""
     return np.concatenate([[0.0], np.cumsum(times)])
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
-from stageline.scheduling import Schedule, schedules
+from stageline.scheduling import Kind, Schedule, schedules
 from stageline.scheduling.passes import recompute_activations
 from stageline.scheduling.schedules import Family
 
@@ -59,7 +59,7 @@ class Method:
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients may be computed later than those of the inputs."""
-        return self.schedule not in _FUSED
+        return self.family is None or _splits(self.schedule)
 
     def placement(self, num_ranks: int) -> tuple[int, ...]:
         """Return the rank of each stage.
@@ -91,9 +91,12 @@ class Method:
         return f"{self.schedule}{several}{again}"
 
 
-_FUSED = frozenset(
-    ("gpipe", "1f1b", "sequential", "interleaved", "looped-bfs", _RECOMPUTES, _NEVER_TRAINS)
-)
+@cache
+def _splits(name: str) -> bool:
+    """Whether a family has I and W, as a small schedule of it shows."""
+    family = schedules.family(name)
+    built = schedules.build(name, family.num_stages(2), 4, num_ranks=2)
+    return Kind.INPUT_GRADIENT in built.kinds()
 
 
 @dataclass(frozen=True)

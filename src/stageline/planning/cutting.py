@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,13 +82,8 @@ class Cutter:
         begin = self._within(candidate, holdings, limit) or self.even(candidate)
         return self._moved(begin, candidate, holdings, limit)
 
-    def needs(self, sizes: Sequence[int], holdings: Holdings) -> list[int]:
-        """Return the bytes that each rank needs: parameters, and activations at their peak."""
-        ends = _ends(sizes)
-        return [self.need(holdings, rank, ends) for rank in range(len(holdings.stages))]
-
     def need(self, holdings: Holdings, rank: int, ends: Sequence[int]) -> int:
-        """Return the bytes that one rank needs, given where every stage ends."""
+        """Return the bytes of one rank, parameters and activations, given where stages end."""
         stages = [self._stage(ends[at], ends[at + 1]) for at in holdings.stages[rank]]
         held = holdings.peak(
             rank,
@@ -148,7 +142,3 @@ class Cutter:
             return max(0, self.need(holdings, rank, ends) - limit)
 
         return improved(sizes, times, ranks, need if holdings else None)
-
-
-def _ends(sizes: Sequence[int]) -> list[int]:
-    return [0, *accumulate(sizes)]

@@ -9,10 +9,10 @@ from stageline.partitioning.blocks import COPIES_OF_PARAMETERS
 from stageline.partitioning.costs import ModelCosts
 from stageline.partitioning.device import Device
 from stageline.partitioning.holdings import Holdings
-from stageline.planning.bounds import Metric
 from stageline.planning.candidates import Candidate, Method
 from stageline.planning.cutting import Cutter
 from stageline.planning.proposal import Prediction
+from stageline.planning.searching.problem import Metric
 from stageline.scheduling import Costs, Schedule, Simulation, simulate
 from stageline.scheduling.memory import peak_bytes
 

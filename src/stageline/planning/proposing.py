@@ -22,13 +22,14 @@ from stageline.partitioning.amounts import show_bytes
 from stageline.partitioning.costs import ModelCosts
 from stageline.partitioning.device import Device
 from stageline.planning.asking import question_faults
-from stageline.planning.bounds import Metric, least_share, least_time
+from stageline.planning.bounds import least_share, least_time
 from stageline.planning.candidates import AUTO, Candidate, Method, candidates, divisors, methods
 from stageline.planning.evaluating import Evaluator
 from stageline.planning.losses import Loss
 from stageline.planning.proposal import Proposal
 from stageline.planning.proposals import Proposals
 from stageline.planning.refining import Refiner, order
+from stageline.planning.searching.problem import Metric
 from stageline.scheduling import Schedule
 
 _MOST_BUILT = 50_000

@@ -13,13 +13,13 @@ from torch import nn
 from stageline.capturing.graph import Cuttable
 from stageline.capturing.recorded import capture
 from stageline.errors import ConfigError, ScheduleError
+from stageline.partitioning.json_form import JsonForm
 from stageline.partitioning.saving import SavedPlan, differences, read_plan
 from stageline.planning.candidates import AUTO, Method
 from stageline.planning.proposal import Prediction, Proposal
 from stageline.scheduling import Schedule, parse
 
-_FORMAT = "stageline proposal"
-_VERSION = 1
+_FORM = JsonForm("proposal")
 _WHAT = "Proposal.from_json"
 
 
@@ -27,8 +27,6 @@ def proposal_text(proposal: Proposal) -> str:
     """Return a proposal as JSON."""
     is_known = proposal.method.schedule != AUTO
     entries = {
-        "format": _FORMAT,
-        "version": _VERSION,
         "schedule": proposal.method.schedule,
         "stages_per_rank": proposal.method.stages_per_rank,
         "recompute": proposal.method.recompute,
@@ -43,8 +41,7 @@ def proposal_text(proposal: Proposal) -> str:
         "actions": None if is_known else proposal.schedule.text(),
         "plan": _plan(proposal),
     }
-    lines = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items())
-    return "{\n" + ",\n".join(lines) + "\n}"
+    return _FORM.text(entries)
 
 
 def _plan(proposal: Proposal) -> Any:
@@ -63,7 +60,9 @@ def read_proposal(
     example_kwargs: Mapping[str, Any] | None,
 ) -> Proposal:
     """Return the proposal that a text holds."""
-    entries = _entries(text)
+    entries, faults = _FORM.entries(text)
+    if faults:
+        raise ConfigError(_WHAT, faults)
     graph, opened_for = _graph(entries, model, example_args, example_kwargs)
     try:
         return _read(entries, graph, opened_for)
@@ -130,21 +129,3 @@ def _graph(
     if faults:
         raise ConfigError(_WHAT, faults)
     return graph, saved.origin.opened_for
-
-
-def _entries(text: object) -> dict[str, Any]:
-    if not isinstance(text, str):
-        raise ConfigError(_WHAT, [f"wanted the text of a proposal, got {type(text).__name__}"])
-    way_out = "give it what proposal.to_json() returned"
-    try:
-        entries = json.loads(text)
-    except json.JSONDecodeError as cause:
-        raise ConfigError(_WHAT, [f"this is no JSON: {cause}: {way_out}"]) from cause
-    if not isinstance(entries, dict) or entries.get("format") != _FORMAT:
-        raise ConfigError(_WHAT, [f"this JSON is no proposal: {way_out}"])
-    if entries.get("version") != _VERSION:
-        version = entries.get("version")
-        raise ConfigError(
-            _WHAT, [f"the proposal has version {version!r}, wanted {_VERSION}: make it anew"]
-        )
-    return entries
