@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stageline as sl
-from benchmarks.tools.emulated import WIDTH, emulated_model, makespan
+from benchmarks.tools.emulated import WIDTH, EmulatedStage, emulated_stages, makespan
 from benchmarks.tools.pages import table
 from benchmarks.tools.ranks import Ranks
 from stageline.testing import plain_step
@@ -70,10 +71,10 @@ def measure(
     if transport == "memory" and rank:
         return []
     per_rank = 1 if schedule == "auto" else sl.schedules.family(schedule).stages_per_rank
-    model = emulated_model(per_rank * num_ranks, 0.0)
+    stages = emulated_stages(per_rank * num_ranks)
     pipe = sl.Pipeline(
-        model,
-        split=[1] * len(model),
+        nn.Sequential(*stages),
+        split=[1] * len(stages),
         ranks=num_ranks,
         num_microbatches=num_microbatches,
         schedule=schedule,
@@ -84,17 +85,17 @@ def measure(
     if not pipe.schedule.has_backward:
         pipe.eval()
     check(pipe, x, y)
-    for stage in model:
+    for stage in stages:
         stage.seconds = seconds
-    found = [_timed(pipe, model, x, y, alone=transport == "memory") for _ in range(steps + 1)]
+    found = [_timed(pipe, stages, x, y, alone=transport == "memory") for _ in range(steps + 1)]
     pipe.close()
     return [step for step in found[1:] if step is not None]  # the first one warms up
 
 
-def check(pipe: sl.Pipeline, x: torch.Tensor, y: torch.Tensor) -> None:
+def check(pipe: sl.Pipeline, x: Tensor, y: Tensor) -> None:
     """Compare a step with the plain model: what is wrong shall not be timed."""
     schedule = pipe.schedule
-    plain = emulated_model(schedule.num_stages, 0.0)
+    plain = nn.Sequential(*emulated_stages(schedule.num_stages))
     wanted = plain_step(
         plain, x, target=y, num_microbatches=schedule.num_microbatches, loss_fn=F.mse_loss
     )
@@ -109,9 +110,9 @@ def check(pipe: sl.Pipeline, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def _timed(
-    pipe: sl.Pipeline, model: torch.nn.Sequential, x: torch.Tensor, y: torch.Tensor, *, alone: bool
+    pipe: sl.Pipeline, stages: Sequence[EmulatedStage], x: Tensor, y: Tensor, *, alone: bool
 ) -> Step | None:
-    for stage in model:
+    for stage in stages:
         stage.sleeps.clear()
     if not alone:
         dist.barrier()
@@ -119,7 +120,7 @@ def _timed(
     pipe.step(x, target=y)
     taken = time.perf_counter() - start
     pipe.zero_grad()
-    sleeps = [list(stage.sleeps) for stage in model]
+    sleeps = [list(stage.sleeps) for stage in stages]
     if not alone:
         sleeps = _gathered(sleeps)
         if dist.get_rank():

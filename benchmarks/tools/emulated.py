@@ -1,7 +1,7 @@
 """Stages that sleep instead of computing, as if each rank had a device of its own.
 
     F   sleeps in forward
-    I   sleeps in the backward of the output: where the gradient of the input is made
+    I   sleeps when the gradient of the output has come, before that of the input is made
     W   sleeps once the gradient of the weight has been added up, which a schedule may put off
 
 So B sleeps twice. Every sleep is timed as it happened, and ``makespan`` tells how long a step with
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,38 +36,28 @@ class EmulatedStage(nn.Module):
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
-        self.weight.register_post_accumulate_grad_hook(lambda _: self.sleep())
+        self.weight.register_post_accumulate_grad_hook(self._sleep)
         self.seconds = seconds
         self.sleeps: list[float] = []
 
-    def sleep(self) -> None:
+    def _sleep(self, _: Tensor | None = None) -> None:
         if self.seconds:
             start = time.perf_counter()
             time.sleep(self.seconds)
             self.sleeps.append(time.perf_counter() - start)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.sleep()
-        made: Tensor = _SleepInBackward.apply(F.linear(x, self.weight), self)
+        self._sleep()
+        made = F.linear(x, self.weight)
+        if made.requires_grad:
+            made.register_hook(self._sleep)
         return made
 
 
-class _SleepInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, stage: EmulatedStage) -> Tensor:
-        ctx.stage = stage
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.stage.sleep()
-        return gradients[0], None
-
-
-def emulated_model(num_stages: int, seconds: float) -> nn.Sequential:
+def emulated_stages(number: int, seconds: float = 0.0) -> list[EmulatedStage]:
     """Return stages with the same weights in every process."""
     torch.manual_seed(0)
-    return nn.Sequential(*(EmulatedStage(seconds) for _ in range(num_stages)))
+    return [EmulatedStage(seconds) for _ in range(number)]
 
 
 def makespan(schedule: sl.Schedule, sleeps: Sequence[Sequence[float]]) -> float:
@@ -104,7 +93,9 @@ def _num_sleeps(action: Action) -> int:
 
 
 def _replay(rows: Sequence[Sequence[tuple[Action, float]]], num_stages: int) -> float:
-    ends: dict[tuple[bool, int, int], float] = {}  # of what others wait for: is F, stage, microbatch
+    ends: dict[
+        tuple[bool, int, int], float
+    ] = {}  # of what others wait for: is F, stage, microbatch
     positions, free = [0] * len(rows), [0.0] * len(rows)
     remaining = sum(map(len, rows))
     while remaining:
