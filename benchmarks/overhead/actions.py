@@ -32,8 +32,8 @@ MICROBATCHES = 64
 SECONDS = 0.1  # of a turn; at least one step
 
 
-class Scale(nn.Module):
-    """One element times a weight."""
+class Own(nn.Module):
+    """One element times a weight, as a class of the user's: it might draw random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,12 +44,33 @@ class Scale(nn.Module):
 
 
 @dataclass(frozen=True)
+class Stages:
+    """Stages of one element.
+
+    Attributes:
+        number: How many.
+        own: Whether they are a class of the user's, instead of torch's own Linear.
+    """
+
+    number: int
+    own: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.number} {'own modules' if self.own else 'Linear'}"
+
+    def model(self) -> nn.Sequential:
+        torch.manual_seed(0)
+        kind = Own if self.own else partial(nn.Linear, 1, 1, bias=False)
+        return nn.Sequential(*(kind() for _ in range(self.number)))
+
+
+@dataclass(frozen=True)
 class Contestant:
     """One way to run a step.
 
     Attributes:
         name: For the table.
-        stages: How many the model has.
+        stages: How many the model has, and of which kind.
         ranks: How many processes take part; 1: only rank 0, whatever threads it has.
         workers: How many rows run at the same time.
         kinds: Actions per stage and microbatch: F and B, or F, I and W.
@@ -57,15 +78,15 @@ class Contestant:
     """
 
     name: str
-    stages: int
+    stages: Stages
     ranks: int
     workers: int
-    build: Callable[[int], Callable[[], Tensor | None]]
+    build: Callable[[Stages], Callable[[], Tensor | None]]
     kinds: int = 2
 
     @property
     def actions(self) -> int:
-        return self.stages * MICROBATCHES * self.kinds
+        return self.stages.number * MICROBATCHES * self.kinds
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -73,13 +94,9 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(MICROBATCHES, 1), torch.randn(MICROBATCHES, 1)
 
 
-def model(stages: int) -> nn.Sequential:
-    return nn.Sequential(*(Scale() for _ in range(stages)))
-
-
-def plain(stages: int) -> Callable[[], Tensor]:
+def plain(stages: Stages) -> Callable[[], Tensor]:
     """The model as it is."""
-    whole, (x, y) = model(stages), batch()
+    whole, (x, y) = stages.model(), batch()
     parts = list(zip(x.split(1), y.split(1), strict=True))
 
     def step() -> Tensor:
@@ -93,9 +110,9 @@ def plain(stages: int) -> Callable[[], Tensor]:
     return step
 
 
-def by_hand(stages: int) -> Callable[[], Tensor]:
+def by_hand(stages: Stages) -> Callable[[], Tensor]:
     """A graph per stage, and nothing else that a pipeline would do."""
-    modules, (x, y) = list(model(stages)), batch()
+    modules, (x, y) = list(stages.model()), batch()
     parts = list(zip(x.split(1), y.split(1), strict=True))
     share = torch.tensor(1 / MICROBATCHES)
 
@@ -119,14 +136,14 @@ def by_hand(stages: int) -> Callable[[], Tensor]:
 
 
 def ours(
-    stages: int, *, ranks: int, transport: str, schedule: str = "1f1b", observed: bool = False
+    stages: Stages, *, ranks: int, transport: str, schedule: str = "1f1b", observed: bool = False
 ) -> Callable[[], Tensor]:
     """A pipeline; with an observer it keeps all events of a step."""
     x, y = batch()
     recorder = Recorder() if observed else None
     pipe = sl.Pipeline(
-        model(stages),
-        split=[1] * stages,
+        stages.model(),
+        split=[1] * stages.number,
         ranks=ranks,
         num_microbatches=MICROBATCHES,
         schedule=schedule,
@@ -143,11 +160,11 @@ def ours(
     return step
 
 
-def peer(stages: int) -> Callable[[], Tensor | None]:
+def peer(stages: Stages) -> Callable[[], Tensor | None]:
     """torch.distributed.pipelining, a stage per process."""
     x, y = batch()
     rank = dist.get_rank()
-    stage = pipelining.PipelineStage(model(stages)[rank], rank, stages, torch.device("cpu"))
+    stage = pipelining.PipelineStage(stages.model()[rank], rank, stages.number, torch.device("cpu"))
     schedule = pipelining.Schedule1F1B(stage, MICROBATCHES, loss_fn=F.mse_loss)
 
     def step() -> Tensor | None:
@@ -161,30 +178,39 @@ def peer(stages: int) -> Callable[[], Tensor | None]:
     return step
 
 
+def loops(stages: Stages) -> list[Contestant]:
+    return [
+        Contestant(f"plain loop, {stages}", stages, 1, 1, plain),
+        Contestant(f"by hand, {stages}", stages, 1, 1, by_hand),
+    ]
+
+
+def alone(
+    name: str, stages: Stages, kinds: int = 2, *, schedule: str = "1f1b", observed: bool = False
+) -> Contestant:
+    build = partial(ours, ranks=1, transport="memory", schedule=schedule, observed=observed)
+    return Contestant(f"{name}, {stages}", stages, 1, 1, build, kinds)
+
+
+FOUR, MINE, TWO = Stages(4), Stages(4, own=True), Stages(2)
 EVERYBODY = [
-    Contestant("plain loop, 4 stages", 4, 1, 1, plain),
-    Contestant("by hand, 4 stages", 4, 1, 1, by_hand),
-    Contestant("one rank", 4, 1, 1, partial(ours, ranks=1, transport="memory")),
-    Contestant("one rank again (A/A)", 4, 1, 1, partial(ours, ranks=1, transport="memory")),
-    Contestant(
-        "one rank, events kept", 4, 1, 1, partial(ours, ranks=1, transport="memory", observed=True)
+    *loops(FOUR),
+    alone("one rank", FOUR),
+    alone("one rank again (A/A)", FOUR),
+    alone("one rank, events kept", FOUR, observed=True),
+    alone("one rank, zb-h1", FOUR, 3, schedule="zb-h1"),
+    *loops(MINE),
+    alone("one rank", MINE),
+    *loops(TWO),
+    Contestant("two threads", TWO, 1, 2, partial(ours, ranks=2, transport="memory")),
+    *(
+        Contestant(name, TWO, 2, 2, partial(ours, ranks=2, transport=transport))
+        for name, transport in (
+            ("two processes, shared memory", "shared-memory"),
+            ("two processes, gloo", "process-group"),
+        )
     ),
-    Contestant(
-        "one rank, zb-h1",
-        4,
-        1,
-        1,
-        partial(ours, ranks=1, transport="memory", schedule="zb-h1"),
-        kinds=3,
-    ),
-    Contestant("plain loop, 2 stages", 2, 1, 1, plain),
-    Contestant("by hand, 2 stages", 2, 1, 1, by_hand),
-    Contestant("two threads", 2, 1, 2, partial(ours, ranks=2, transport="memory")),
-    Contestant(
-        "two processes, shared memory", 2, 2, 2, partial(ours, ranks=2, transport="shared-memory")
-    ),
-    Contestant("two processes, gloo", 2, 2, 2, partial(ours, ranks=2, transport="process-group")),
-    Contestant("torch pipelining, two processes, gloo", 2, 2, 2, peer),
+    Contestant("torch pipelining, two processes, gloo", TWO, 2, 2, peer),
 ]
 
 _steps: dict[str, Callable[[], Tensor | None]] = {}  # in each process: those that take part
@@ -201,7 +227,7 @@ def prepare(rank: int, index: int) -> None:
         return
     x, y = batch()
     wanted = plain_step(
-        model(contestant.stages), x, target=y, num_microbatches=MICROBATCHES, loss_fn=F.mse_loss
+        contestant.stages.model(), x, target=y, num_microbatches=MICROBATCHES, loss_fn=F.mse_loss
     )
     step = contestant.build(contestant.stages)
     for _ in range(2):  # gradients add up, the loss stays
@@ -259,8 +285,7 @@ def text(result: Result) -> str:
         wall = statistics.median(result.wall[each.name]) * each.workers / each.actions
         cpu = statistics.median(result.cpu[each.name]) / each.actions
         over = [
-            _beyond(result, each, f"{what}, {each.stages} stages")
-            for what in ("plain loop", "by hand")
+            _beyond(result, each, f"{what}, {each.stages}") for what in ("plain loop", "by hand")
         ]
         rows.append([each.name, *(f"{1e6 * value:.1f}" for value in (wall, cpu, *over))])
     rounds = len(next(iter(result.wall.values())))

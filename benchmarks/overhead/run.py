@@ -32,7 +32,7 @@ def arguments() -> argparse.Namespace:
 def measured(part: str, asked: argparse.Namespace) -> str:
     setting = Setting()
     if part == "actions":
-        said = actions.text(actions.run(7 if asked.short else 41))
+        said = actions.text(actions.run(3 if asked.short else 25))
     else:
         named = [name for name in asked.schedules.split(",") if name]
         names = named or (SHORT if asked.short else devices.RUNNABLE)
