@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stageline as sl
-from benchmarks.tools.emulated import WIDTH, EmulatedStage, emulated_stages, makespan
+from benchmarks.tools.emulated import (
+    WIDTH,
+    Chain,
+    EmulatedStage,
+    emulated_stages,
+    longest_chain,
+    num_sleeps,
+)
 from benchmarks.tools.pages import table
 from benchmarks.tools.ranks import Ranks
 from stageline.testing import plain_step
@@ -37,19 +44,21 @@ class Step:
 
     Attributes:
         seconds: How long it took.
-        makespan: How long its sleeps alone take.
-        row: How many actions the busiest rank has run.
+        chain: What its schedule with its sleeps alone takes.
         sleep: How long a sleep was, on average.
     """
 
     seconds: float
-    makespan: float
-    row: int
+    chain: Chain
     sleep: float
 
     @property
     def ratio(self) -> float:
-        return self.seconds / self.makespan
+        return self.seconds / self.chain.seconds
+
+    @property
+    def extra(self) -> float:
+        return (self.seconds - self.chain.seconds) / self.chain.actions
 
 
 def measure(
@@ -85,6 +94,7 @@ def measure(
     if not pipe.schedule.has_backward:
         pipe.eval()
     check(pipe, x, y)
+    check_replay(pipe.schedule)
     for stage in stages:
         stage.seconds = seconds
     found = [_timed(pipe, stages, x, y, alone=transport == "memory") for _ in range(steps)]
@@ -109,6 +119,23 @@ def check(pipe: sl.Pipeline, x: Tensor, y: Tensor) -> None:
     pipe.zero_grad()
 
 
+def check_replay(schedule: sl.Schedule) -> None:
+    """Compare the makespan of sleeps of one second with the simulator's."""
+    stages = schedule.num_stages
+    count = [0] * stages
+    for row in schedule.compute_only().rows():
+        for action in row:
+            count[action.stage] += num_sleeps(action)
+    found = longest_chain(schedule, [[1.0] * each for each in count])
+    costs = sl.Costs(
+        forward=1,
+        backward=2,
+        input_gradient=[0, *[1] * (stages - 1)],
+        weight_gradient=[2, *[1] * (stages - 1)],
+    )
+    assert found.seconds == sl.simulate(replace(schedule, pairs=()), costs).T
+
+
 def _timed(
     pipe: sl.Pipeline, stages: Sequence[EmulatedStage], x: Tensor, y: Tensor, *, alone: bool
 ) -> Step | None:
@@ -125,14 +152,8 @@ def _timed(
         sleeps = _gathered(sleeps)
         if dist.get_rank():
             return None
-    schedule = pipe.schedule.compute_only()
-    number = sum(map(len, sleeps))
-    return Step(
-        taken,
-        makespan(schedule, sleeps),
-        max(map(len, schedule.arrays)),
-        sum(map(sum, sleeps)) / number,
-    )
+    slept = sum(map(sum, sleeps)) / sum(map(len, sleeps))
+    return Step(taken, longest_chain(pipe.schedule, sleeps), slept)
 
 
 def _gathered(sleeps: list[list[float]]) -> list[list[float]]:
@@ -152,8 +173,8 @@ class Point:
 
     def cells(self) -> list[str]:
         taken = 1000 * statistics.median(step.seconds for step in self.steps)
-        least = 1000 * statistics.median(step.makespan for step in self.steps)
-        extra = statistics.median((s.seconds - s.makespan) / s.row for s in self.steps)
+        least = 1000 * statistics.median(step.chain.seconds for step in self.steps)
+        extra = statistics.median(step.extra for step in self.steps)
         mark = "" if self.ratio <= GOAL else " (!)"
         return [f"{taken:.0f}", f"{least:.0f}", f"{self.ratio:.3f}{mark}", f"{1e6 * extra:.0f}"]
 

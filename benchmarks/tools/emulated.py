@@ -4,14 +4,15 @@
     I   sleeps when the gradient of the output has come, before that of the input is made
     W   sleeps once the gradient of the weight has been added up, which a schedule may put off
 
-So B sleeps twice. Every sleep is timed as it happened, and ``makespan`` tells how long a step with
-just these sleeps must take: sleeping is inexact, and that is no fault of the pipeline.
+So B sleeps twice. Every sleep is timed as it happened, and ``longest_chain`` tells how long a step
+with just these sleeps must take: sleeping is inexact, and that is no fault of the pipeline.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,8 +61,15 @@ def emulated_stages(number: int, seconds: float = 0.0) -> list[EmulatedStage]:
     return [EmulatedStage(seconds) for _ in range(number)]
 
 
-def makespan(schedule: sl.Schedule, sleeps: Sequence[Sequence[float]]) -> float:
-    """Return how long a step takes in which nothing but these sleeps takes any time.
+class Chain(NamedTuple):
+    """Actions of which each had to wait for the one before: how long they take, and how many."""
+
+    seconds: float
+    actions: int
+
+
+def longest_chain(schedule: sl.Schedule, sleeps: Sequence[Sequence[float]]) -> Chain:
+    """Return the makespan of a step in which nothing but these sleeps takes any time.
 
     Every action begins as soon as its rank is free and its input is made.
 
@@ -70,12 +78,12 @@ def makespan(schedule: sl.Schedule, sleeps: Sequence[Sequence[float]]) -> float:
         sleeps: Of each stage, in the order in which they came.
 
     Example:
-        >>> makespan(sl.parse("0F0 0B0"), [[1.0, 2.0, 3.0]])
-        6.0
+        >>> longest_chain(sl.parse("0F0 0B0"), [[1.0, 2.0, 3.0]])
+        Chain(seconds=6.0, actions=2)
     """
     left = [iter(of_stage) for of_stage in sleeps]
     rows = [
-        [(a, sum(next(left[a.stage]) for _ in range(_num_sleeps(a)))) for a in row]
+        [(a, sum(next(left[a.stage]) for _ in range(num_sleeps(a)))) for a in row]
         for row in schedule.compute_only().rows()
     ]
     if any(next(more, None) is not None for more in left):
@@ -83,7 +91,7 @@ def makespan(schedule: sl.Schedule, sleeps: Sequence[Sequence[float]]) -> float:
     return _replay(rows, schedule.num_stages)
 
 
-def _num_sleeps(action: Action) -> int:
+def num_sleeps(action: Action) -> int:
     """Stage 0 has no gradient to hand back: all of its backward can wait for W."""
     if action.kind is Kind.INPUT_GRADIENT:
         return 0 if action.stage == 0 else 1
@@ -92,21 +100,24 @@ def _num_sleeps(action: Action) -> int:
     return 2 if action.kind is Kind.BACKWARD else 1
 
 
-def _replay(rows: Sequence[Sequence[tuple[Action, float]]], num_stages: int) -> float:
-    ends: dict[
-        tuple[bool, int, int], float
-    ] = {}  # of what others wait for: is F, stage, microbatch
-    positions, free = [0] * len(rows), [0.0] * len(rows)
+_Ends = dict[tuple[bool, int, int], Chain]  # of what others wait for: is F, stage, microbatch
+_START = Chain(0.0, 0)
+
+
+def _replay(rows: Sequence[Sequence[tuple[Action, float]]], num_stages: int) -> Chain:
+    ends: _Ends = {}
+    positions, free = [0] * len(rows), [_START] * len(rows)
     remaining = sum(map(len, rows))
     while remaining:
         before = remaining
         for rank, row in enumerate(rows):
             while positions[rank] < len(row):
                 action, duration = row[positions[rank]]
-                begin = _ready(action, ends, num_stages)
-                if begin is None:
+                ready = _ready(action, ends, num_stages)
+                if ready is None:
                     break
-                free[rank] = max(free[rank], begin) + duration
+                seconds, actions = max(free[rank], ready)
+                free[rank] = Chain(seconds + duration, actions + 1)
                 if action.kind not in (Kind.WEIGHT_GRADIENT, Kind.RECOMPUTE):
                     is_forward = action.kind is Kind.FORWARD
                     ends[is_forward, action.stage, action.microbatch] = free[rank]
@@ -117,13 +128,11 @@ def _replay(rows: Sequence[Sequence[tuple[Action, float]]], num_stages: int) -> 
     return max(free)
 
 
-def _ready(
-    action: Action, ends: dict[tuple[bool, int, int], float], num_stages: int
-) -> float | None:
-    """Return when what an action needs of another stage is made; None if that is not known yet."""
+def _ready(action: Action, ends: _Ends, num_stages: int) -> Chain | None:
+    """Return what makes the input that an action needs of another stage; None if that is ahead."""
     if action.kind is Kind.FORWARD and action.stage > 0:
         return ends.get((True, action.stage - 1, action.microbatch))
     gradient = action.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
     if gradient and action.stage < num_stages - 1:
         return ends.get((False, action.stage + 1, action.microbatch))
-    return 0.0
+    return _START
