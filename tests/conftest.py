@@ -17,6 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A deadline in seconds fails on a busy machine and says nothing about the code.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 # Some virtual machines advertise AMX and trap when a bfloat16 kernel uses it. oneDNN reads this
 # when torch is first used, here and in every process that a test starts.
