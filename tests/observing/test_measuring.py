@@ -133,12 +133,17 @@ def test_memory_is_that_of_the_stages() -> None:
             parts.append(nn.Sequential(*layers[begin : begin + size]))
             begin += size
         seen = measure_memory(parts, x)
-        for stage, memory in list(zip(costs.stages(sizes), seen, strict=True))[1:]:
+        first, *others = zip(costs.stages(sizes), seen, strict=True)
+        for stage, memory in others:
             kept = stage.input_bytes + stage.activation_bytes
             assert kept == memory.after_forward
             # Never more than is really released: a plan must not count on it.
             frees = memory.after_forward - memory.after_input_gradient
             assert frees - x.nbytes * (len(sizes) < 5) <= stage.input_gradient_frees <= frees
+        stage, memory = first
+        assert stage.activation_bytes == memory.after_forward - x.nbytes  # that is the caller's
+        frees = memory.after_forward - memory.after_input_gradient
+        assert stage.input_gradient_frees == frees < 0  # the gradient that came, and nothing else
 
 
 def test_the_loss_counts_to_the_last_block() -> None:

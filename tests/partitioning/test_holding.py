@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,8 +40,13 @@ def blocks(draw: st.DrawFn) -> BlockCosts:
 
 @st.composite
 def models(draw: st.DrawFn, least: int = 1) -> ModelCosts:
+    """Draw a model of data, perhaps with a frozen block before the others; or of a gradient."""
     found = draw(st.lists(blocks(), min_size=least, max_size=8))
-    return ModelCosts(tuple(found), rows=4, origin="drawn")
+    unwanted = draw(st.integers(0, 2))
+    drawn = (
+        replace(block, wants_input_gradient=index >= unwanted) for index, block in enumerate(found)
+    )
+    return ModelCosts(tuple(drawn), rows=4, origin="drawn")
 
 
 def test_moments_at_which_a_stage_holds_most() -> None:

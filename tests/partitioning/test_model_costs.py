@@ -26,6 +26,26 @@ def test_a_stage_adds_up_its_blocks_and_counts_no_byte_twice() -> None:
     assert (shared.output_bytes, shared.kept_output_bytes) == (8, 6)
 
 
+def test_a_stage_for_which_nobody_waits_has_its_backward_in_w() -> None:
+    first = replace(BLOCK, input_gradient=1, weight_gradient=19, wants_input_gradient=False)
+    costs = ModelCosts((first, BLOCK, BLOCK, BLOCK), 4, "by hand")
+    alone, joined, other = costs.stages([1, 3])[0], *costs.stages([2, 2])
+    for stage, count in ((alone, 1), (joined, 2)):
+        assert (stage.input_gradient, stage.weight_gradient) == (0, 20 * count)
+        assert stage.weight_gradient == stage.backward
+        assert stage.input_gradient_frees == -8  # the gradient of the output, which came
+        assert not stage.wants_input_gradient
+    assert (other.input_gradient, other.weight_gradient, other.backward) == (22, 24, 40)
+    assert costs.at(8).blocks[0].wants_input_gradient is False
+
+
+def test_costs_saved_before_that_was_known_can_be_read() -> None:
+    costs = ModelCosts((BLOCK, BLOCK), 4, "by hand")
+    old = costs.to_json().replace(', "wants_input_gradient": true', "")
+    assert "wants" not in old
+    assert ModelCosts.from_json(old) == costs
+
+
 def test_stages_must_take_all_blocks() -> None:
     costs = ModelCosts((BLOCK, BLOCK), 4, "by hand")
     for sizes in ([1], [3], [2, 0], []):

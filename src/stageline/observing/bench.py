@@ -39,6 +39,7 @@ from stageline.running.program import StageProgram
 from stageline.running.recordings import Recordings
 from stageline.running.streams.calls import StageStreams, Streams
 from stageline.running.transports.base import Arrived
+from stageline.torch_private import tree_flatten
 from stageline.wording import from_to
 
 
@@ -207,6 +208,7 @@ class Bench:
             parameter_bytes=load.parameter_bytes,
             output_bytes=0 if is_last else _size(packets[index + 1]),
             kept_output_bytes=memory.output_bytes,
+            wants_input_gradient=memory.wants_input_gradient,
         )
 
 
@@ -245,14 +247,24 @@ def _is_loss(packet: Packet | None) -> bool:
 def _memory(played: _Played, block: int, packets: Sequence[Packet | None]) -> StageMemory:
     program, work = played.programs[block], played.work
     chosen = work.chosen[0]
+    flags = work.microbatches.inputs_with_gradient if program.is_first else []
+    given = packets[block]
+    if flags:  # they enter like any value
+        leaves, spec = tree_flatten(work.microbatches.inputs(0))
+        cut_off = [
+            leaf.detach() if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)
+        ]
+        given = Packet(cut_off, spec, flags)
 
     def call(value: Any) -> Any:
-        output = program.module(value, program.localise(chosen.leaves), chosen.variant)
+        arguments = tree_flatten(value)[0] if flags else chosen.leaves
+        came = None if flags else value
+        output = program.module(came, program.localise(arguments), chosen.variant)
         if program.is_last and work.loss_rule is not None:
             return work.loss_rule.loss(output, work.microbatches.target(0))
         return output
 
-    return measure_call(program.module, call, packets[block])[0]
+    return measure_call(program.module, call, given, is_lent=bool(flags))[0]
 
 
 def _size(packet: Packet | None) -> int:

@@ -44,6 +44,9 @@ class BlockCosts:
         output_bytes: What crosses a cut behind it; 0 behind the last block.
         kept_output_bytes: The part of ``activation_bytes`` that is its own output: where the next
             block keeps that as its input, both keep it once.
+        wants_input_gradient: Whether somebody waits for the gradient of its input; nobody does
+            where that is data, or comes from frozen blocks. A stage that begins so does nothing in
+            I, and all of its backward in W.
     """
 
     name: str
@@ -58,6 +61,7 @@ class BlockCosts:
     parameter_bytes: int
     output_bytes: int
     kept_output_bytes: int = 0
+    wants_input_gradient: bool = True
 
     @property
     def time(self) -> int:
@@ -65,11 +69,8 @@ class BlockCosts:
         return self.forward + self.backward
 
 
-_ADDED = tuple(
-    each.name
-    for each in fields(BlockCosts)
-    if each.name not in ("name", "input_bytes", "output_bytes", "kept_output_bytes")
-)
+_OF_ONE = ("name", "input_bytes", "output_bytes", "kept_output_bytes", "wants_input_gradient")
+_ADDED = tuple(each.name for each in fields(BlockCosts) if each.name not in _OF_ONE)
 _SCALED = (
     *(name for name in _ADDED if not name.startswith("parameter")),
     "input_bytes",
@@ -105,6 +106,16 @@ class ModelCosts:
 
         A stage keeps the inputs of its blocks. Where a block keeps its own output, and the next one
         the same as its input, that is kept once.
+
+        Where nobody waits for the gradient of its input, I only takes in the gradient of the
+        output, and keeps it for W, which is B.
+
+        Example:
+            >>> first = BlockCosts("embed", 5, 0, 6, 6, 0, 8, -8, 5, 20, 8, 0, False)
+            >>> layer = BlockCosts("layer", 10, 12, 13, 20, 8, 32, 16, 5, 20, 8)
+            >>> costs = ModelCosts((first, layer, layer, layer), rows=4, origin="by hand")
+            >>> [(s.input_gradient, s.weight_gradient, s.backward) for s in costs.stages([2, 2])]
+            [(0, 26, 26), (24, 26, 40)]
         """
         if sum(sizes) != len(self.blocks) or min(sizes, default=0) < 1:
             raise ValueError(f"{len(self.blocks)} blocks cannot make stages of {list(sizes)}")
@@ -236,12 +247,17 @@ def _joined(blocks: Sequence[BlockCosts]) -> BlockCosts:
     # What two blocks keep is gone when both have released it: counted as if one did so in W.
     sums["input_gradient_frees"] -= twice
     first, last = blocks[0], blocks[-1]
+    if not first.wants_input_gradient:
+        sums["input_gradient"] = 0
+        sums["weight_gradient"] = sums["backward"]
+        sums["input_gradient_frees"] = -last.output_bytes
     name = first.name if len(blocks) == 1 else f"{first.name} .. {last.name}"
     return BlockCosts(
         name=name,
         input_bytes=first.input_bytes,
         output_bytes=last.output_bytes,
         kept_output_bytes=last.kept_output_bytes,
+        wants_input_gradient=first.wants_input_gradient,
         **sums,
     )
 
