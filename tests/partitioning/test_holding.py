@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stageline.partitioning.blocks import COPIES_OF_PARAMETERS, Blocks
 from stageline.partitioning.budget import Budget
-from stageline.partitioning.costs import BlockCosts, ModelCosts
+from stageline.partitioning.costs import TIMES, BlockCosts, BoundaryCosts, ModelCosts
 from stageline.partitioning.holdings import Holding, holdings_of, holdings_of_1f1b
 from stageline.scheduling import parse, schedules, simulate
 
@@ -46,7 +46,8 @@ def models(draw: st.DrawFn, least: int = 1) -> ModelCosts:
     drawn = (
         replace(block, wants_input_gradient=index >= unwanted) for index, block in enumerate(found)
     )
-    return ModelCosts(tuple(drawn), rows=4, origin="drawn")
+    boundary = BoundaryCosts(*(draw(st.integers(0, 5)) for _ in TIMES))
+    return ModelCosts(tuple(drawn), rows=4, origin="drawn", boundary=boundary)
 
 
 def test_moments_at_which_a_stage_holds_most() -> None:

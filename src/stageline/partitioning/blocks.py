@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from stageline.capturing.graph import Cuttable
 from stageline.partitioning.balance import earliest_begins, running_sum
-from stageline.partitioning.costs import BlockCosts, ModelCosts
+from stageline.partitioning.costs import BlockCosts, BoundaryCosts, ModelCosts
 from stageline.partitioning.holdings import Holding
 from stageline.scheduling import Costs, Kind
 
@@ -29,8 +29,10 @@ class Blocks:
     """One number per block, in forward order.
 
     Attributes:
-        time: Nanoseconds of forward and backward.
+        time: Nanoseconds of forward and backward, without those of a boundary.
         time_in_one: The same where the backward is not split.
+        boundary: What each stage takes beside its blocks.
+        boundary_in_one: The same where the backward is not split.
         wants_gradient: Whether somebody waits for the gradient of its input. A stage that begins
             where nobody does splits nothing.
         parameters: How many numbers it trains or keeps.
@@ -52,6 +54,8 @@ class Blocks:
     inputs: Sequence[int]
     shared: Sequence[int]
     crossing: Sequence[int]
+    boundary: int = 0
+    boundary_in_one: int = 0
 
     def __len__(self) -> int:
         return len(self.time)
@@ -85,9 +89,13 @@ class Blocks:
         """
         each = costs.blocks
         shared = [min(a.kept_output_bytes, b.input_bytes) for a, b in pairwise(each)]
+        in_one = {*kinds} - {Kind.INPUT_GRADIENT}
+        boundary, boundary_in_one = (_time(costs.boundary, which) for which in (kinds, in_one))
         return cls(
-            time=[_time(block, kinds) for block in each],
-            time_in_one=[_time(block, {*kinds} - {Kind.INPUT_GRADIENT}) for block in each],
+            time=[_time(block, kinds) - boundary for block in each],
+            time_in_one=[_time(block, in_one) - boundary_in_one for block in each],
+            boundary=boundary,
+            boundary_in_one=boundary_in_one,
             wants_gradient=[block.wants_input_gradient for block in each],
             parameters=[block.parameters for block in each],
             parameter_bytes=[block.parameter_bytes for block in each],
@@ -184,7 +192,7 @@ class Blocks:
         return found
 
 
-def _time(block: BlockCosts, kinds: Collection[Kind]) -> int:
+def _time(block: BlockCosts | BoundaryCosts, kinds: Collection[Kind]) -> int:
     halves = block.input_gradient + block.weight_gradient
     time = block.forward + (halves if Kind.INPUT_GRADIENT in kinds else block.backward)
     return time + (block.forward if Kind.RECOMPUTE in kinds else 0)

@@ -125,9 +125,7 @@ def _problem(
     if by == "parameters":
         sums = running_sum(blocks.parameters)
         return Problem([sums] * num_stages, [sums] * num_stages)
-    # Of the first stage it is known where it begins, and so whether it splits its backward.
-    of_first = blocks.time if blocks.wants_gradient[0] else blocks.time_in_one
-    first, sums = running_sum(of_first), running_sum(blocks.time)
+    sums, once = running_sum(blocks.time), blocks.boundary
     placement = budget.placement(num_stages)
     links = [budget.link(*pair) for pair in pairwise(placement)]
     # One table for all cuts that are alike: parts with the same tables are solved faster. At the
@@ -136,13 +134,13 @@ def _problem(
         link: np.array([0, *(transfer_time(link, size) for size in blocks.crossing[:-1]), 0])
         for link in {*links, None}
     }
-    heads = {link: sums + table for link, table in tables.items()}
+    heads = {link: sums + table + once for link, table in tables.items()}
     tails = {link: sums - table for link, table in tables.items()}
     ends = [heads[link] for link in (*links, links[-1] if links else None)]
     begins = [tails[link] for link in (links[0] if links else None, *links)]
-    if not np.array_equal(first, sums):
-        table = tables[links[0] if links else None]
-        ends[0], begins[0] = first + table, first - table
+    if not blocks.wants_gradient[0]:  # the first stage splits nothing: it is known where it begins
+        table, first = tables[links[0] if links else None], running_sum(blocks.time_in_one)
+        ends[0], begins[0] = first + table + blocks.boundary_in_one, first - table
     return Problem(ends, begins)
 
 

@@ -20,6 +20,7 @@ from stageline.partitioning.costs import BlockCosts, ModelCosts
 from stageline.partitioning.holdings import Holding, Holdings
 from stageline.planning.candidates import Candidate
 from stageline.planning.moving import Sizes, improved
+from stageline.scheduling import Kind
 
 
 class Cutter:
@@ -33,23 +34,23 @@ class Cutter:
         self.costs = costs
         blocks = costs.blocks
         self.num_blocks = len(blocks)
-        self._forward = running_sum([block.forward for block in blocks])
-        self._time = running_sum([block.time for block in blocks])
-        self._split = running_sum(
-            [block.forward + block.input_gradient + block.weight_gradient for block in blocks]
-        )
         self._blocks = Blocks.of_costs(costs, ())
+        self._halved = Blocks.of_costs(costs, {Kind.INPUT_GRADIENT})
+        self._forward = running_sum([x.forward - costs.boundary.forward for x in blocks])
+        self._time = running_sum(self._blocks.time)
+        self._split = running_sum(self._halved.time)
         self._stage = lru_cache(maxsize=None)(self._joined)
         self._balanced = lru_cache(maxsize=None)(self._balance)
 
     @cached_property
     def total(self) -> int:
         """The least time of all blocks for one microbatch."""
-        return int(np.minimum(np.diff(self._time), np.diff(self._split)).sum())
+        least = np.minimum(np.diff(self._time), np.diff(self._split))
+        return int(np.maximum(least, 0).sum())
 
     @cached_property
     def largest(self) -> int:
-        """The least time of the longest block."""
+        """The least time of a stage with the longest block."""
         return int(np.minimum(np.diff(self._time), np.diff(self._split)).max())
 
     @property
@@ -113,11 +114,20 @@ class Cutter:
             times[0] = self._time + self._forward * recompute
         return times
 
+    def _with_boundary(
+        self, times: list[NDArray[np.int64]], split: bool, recompute: bool
+    ) -> list[NDArray[np.int64]]:
+        """Return the same with what each stage takes beside its blocks."""
+        once = (self._halved if split else self._blocks).boundary
+        once += self.costs.boundary.forward * recompute
+        known = {id(table): table + once for table in times}
+        return [known[id(table)] for table in times]
+
     def _balance(self, num_stages: int, split: bool, recompute: bool) -> Sizes:
         sums = self._times(num_stages, split, recompute)
         if recompute:
             sums[-1] = self._times(num_stages, split, False)[-1]
-        sizes = solve(Problem(sums, sums))
+        sizes = solve(Problem(self._with_boundary(sums, split, recompute), sums))
         assert sizes is not None  # nothing is limited
         return tuple(sizes)
 
@@ -134,7 +144,8 @@ class Cutter:
                 begins = self._blocks.earliest_begins(moments, share, is_first=stage == 0)
                 known[key] = begins
             earliest.append(known[key])
-        sizes = solve(Problem(times, times, earliest))
+        heads = self._with_boundary(times, method.splits_backward, method.recompute)
+        sizes = solve(Problem(heads, times, earliest))
         return None if sizes is None else tuple(sizes)
 
     def _moved(
