@@ -30,6 +30,8 @@ from stageline.planning.proposals import Proposals
 from stageline.planning.proposing import propose
 from stageline.planning.searching.problem import Metric
 
+_OF_SIZES = ("ranks", "batch_size", "data_parallel", "microbatches")
+
 
 def find_plans(
     model: nn.Module | Graph,
@@ -51,8 +53,7 @@ def find_plans(
 ) -> Proposals:
     """Search for the best way to run a model: cuts, placement, schedule, microbatches, recompute.
 
-    Costs are measured here, or estimated for a described device; everything else is simulated.
-    ``print`` the result; hand one of it to ``sl.Pipeline(plan=...)``.
+    Costs are measured, or estimated for a device; all else is simulated. ``print`` the result.
 
     Args:
         model: Any module, also one on meta; or what ``sl.capture`` returned.
@@ -86,8 +87,7 @@ def find_plans(
     opened_for = 1 if data_parallel == "auto" else ranks // data_parallel
     graph = _captured(model, example_args, example_kwargs).opened_at((), num_stages=opened_for)
     if costs is None:
-        names = ("ranks", "batch_size", "data_parallel", "microbatches")
-        sizes = sizes_of_interest(**{name: asked[name] for name in names})
+        sizes = sizes_of_interest(**{name: asked[name] for name in _OF_SIZES})
         costs = _costs(graph, described, sizes, loss_fn, target)
     _refuse(_block_faults(costs, graph))
     machine, limit = described or Device.named("cpu"), read_bytes(memory_limit)
