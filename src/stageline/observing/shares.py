@@ -28,7 +28,6 @@ from stageline.running.program import StageProgram
 from stageline.running.recordings import Chosen
 from stageline.running.state import StepState
 from stageline.running.streams.calls import CallStreams
-from stageline.running.transports.base import Arrived
 from stageline.scheduling import Kind
 
 # While one microbatch is at work another one waits for its backward, as on all ranks but the last.
@@ -116,7 +115,7 @@ class Share:
             if number < _MICROBATCHES:
                 slot = number % SLOTS
                 if arrival is not None:
-                    state.arrivals[blocks[0], slot] = Arrived(copied(arrival))
+                    state.arrivals[blocks[0], slot] = copied(arrival)
                 self._forward(state, blocks, slot, splits)
             if number >= AHEAD:
                 self._backward(state, blocks, (number - AHEAD) % SLOTS, splits)
@@ -154,7 +153,7 @@ def finish(state: StepState, program: StageProgram, slot: int) -> Packet | None:
         packet = state.arrivals.pop((program.index + 1, slot)).wait()
     flags = packet.differentiable or [False] * len(packet.leaves)
     needed = [leaf for leaf, flag in zip(packet.leaves, flags, strict=True) if flag]
-    state.gradients[program.index, slot] = Arrived(Packet([torch.ones_like(x) for x in needed]))
+    state.gradients[program.index, slot] = Packet([torch.ones_like(x) for x in needed])
     return packet
 
 

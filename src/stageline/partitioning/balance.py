@@ -218,7 +218,7 @@ def _highest_between(values: _Places, first: NDArray[np.intp]) -> _Places:
         levels.append(np.concatenate([level, values[: count - len(level)]]))
     which = np.frexp(np.maximum(lengths, 1))[1] - 1
     table, row = np.concatenate(levels), which * count
-    highest = np.maximum(
+    highest: _Places = np.maximum(
         table[row + np.minimum(first, last)], table[row + last + 1 - np.left_shift(1, which)]
     )
     highest[lengths < 1] = _NEVER
