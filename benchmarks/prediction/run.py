@@ -1,6 +1,6 @@
 """How far is a predicted step from the measured one? See README.md.
 
-torchrun --standalone --nproc-per-node 2 benchmarks/prediction/run.py [--short]
+torchrun --standalone --nproc-per-node 2 benchmarks/prediction/run.py [--short] [--model NAME]
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stageline as sl
+from stageline.partitioning.costs import TIMES
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-TIMES = ("forward", "input_gradient", "weight_gradient", "backward")
 
 
 class Layer(nn.Module):
@@ -139,13 +139,13 @@ def points_of(case: Case, model: nn.Module, counts: Sequence[int]) -> Iterator[P
 
 def average(found: Sequence[sl.ModelCosts]) -> sl.ModelCosts:
     """Return the average of costs that were measured several times."""
-    blocks = []
-    for same in zip(*(costs.blocks for costs in found), strict=True):
-        times: dict[str, Any] = {
-            name: round(statistics.mean(getattr(block, name) for block in same)) for name in TIMES
-        }
-        blocks.append(replace(same[0], **times))
-    return replace(found[0], blocks=tuple(blocks))
+
+    def mean(same: Sequence[Any]) -> Any:
+        times = {name: round(statistics.mean(getattr(one, name) for one in same)) for name in TIMES}
+        return replace(same[0], **times)
+
+    blocks = tuple(map(mean, zip(*(costs.blocks for costs in found), strict=True)))
+    return replace(found[0], blocks=blocks, boundary=mean([costs.boundary for costs in found]))
 
 
 def from_all_ranks(costs: sl.ModelCosts) -> list[sl.ModelCosts]:
@@ -209,6 +209,7 @@ def report(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="one model, fewer rounds")
+    parser.add_argument("--model", choices=[case.name for case in CASES], help="one model")
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         sys.exit(subprocess.call([*TORCHRUN, __file__, *sys.argv[1:]]))
@@ -220,7 +221,8 @@ def main() -> None:
         print("|---|---|---|---|---|---|")
     errors: list[float] = []
     losses: list[float] = []
-    for case in CASES[: 1 if arguments.short else None]:
+    cases = [case for case in CASES if arguments.model in (None, case.name)]
+    for case in cases[: 1 if arguments.short else None]:
         points, costs = run(case, MICROBATCHES, 3 if arguments.short else 12)
         if says:
             more, worse = report(case.name, points, costs)

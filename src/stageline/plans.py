@@ -1,4 +1,15 @@
-"""``sl.find_plans``: a model in, the best ways to run it out. Connects the rooms, plans nothing."""
+"""``sl.find_plans``: a model in, the best ways to run it out. Connects the rooms, plans nothing.
+
+>>> import torch
+>>> with torch.device("meta"):
+...     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+>>> found = find_plans(
+...     model, (torch.randn(64, 1024),), ranks=4, batch_size=1024, device="A100",
+...     schedules=["1f1b", "zb-h1"], microbatches=[16],
+... )
+>>> found.best.method.schedule, found.best.sizes
+('zb-h1', (2, 2, 2, 2))
+"""
 
 from __future__ import annotations
 
@@ -18,6 +29,8 @@ from stageline.planning.estimating import described_device, estimate_costs
 from stageline.planning.proposals import Proposals
 from stageline.planning.proposing import propose
 from stageline.planning.searching.problem import Metric
+
+_OF_SIZES = ("ranks", "batch_size", "data_parallel", "microbatches")
 
 
 def find_plans(
@@ -40,41 +53,23 @@ def find_plans(
 ) -> Proposals:
     """Search for the best way to run a model: cuts, placement, schedule, microbatches, recompute.
 
-    Costs of the blocks are measured here, or estimated for a device that is described; everything
-    else is simulated. ``print`` the result; hand one of it to ``sl.Pipeline(plan=...)``.
-
-    Example:
-        >>> import torch
-        >>> with torch.device("meta"):
-        ...     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
-        >>> found = find_plans(
-        ...     model, (torch.randn(64, 1024),), ranks=4, batch_size=1024, device="A100",
-        ...     schedules=["1f1b", "zb-h1"], microbatches=[16],
-        ... )
-        >>> found.best.method.schedule, found.best.sizes
-        ('zb-h1', (2, 2, 2, 2))
+    Costs are measured, or estimated for a device; all else is simulated. ``print`` the result.
 
     Args:
         model: Any module, also one on meta; or what ``sl.capture`` returned.
         example_args: The arguments of one call, as a batch of a few rows.
         ranks: How many ranks there are in all.
         batch_size: The rows of a step.
-        memory_limit: What each rank has, in bytes or as text, ``"16GiB"``; the memory of the device
-            if left out. Counted are weights, gradients, two moments of the optimizer, and the
-            activations that the schedule keeps.
-        device: What each rank computes on: a ``Device``, the name of a known one, or the path of a
-            TOML file. If left out, blocks are timed on this machine, unless the model is on meta.
+        memory_limit: What each rank has, ``"16GiB"`` or bytes; that of the device if left out.
+        device: A ``Device``, a known name, or the path of a TOML file; this machine if left out.
         costs: What the blocks cost, if you know that already.
         example_kwargs: Keyword arguments of that call.
         loss_fn: ``(output, target) -> scalar``, which then counts to the last block.
         target: What the loss is given for the rows of the example.
-        data_parallel: How many copies of the pipeline share ranks and batch. A ``Pipeline`` runs
-            one; ``"auto"`` tries every number that divides the ranks.
+        data_parallel: How many copies share ranks and batch (a ``Pipeline`` runs one), or "auto".
         schedules: Names to try; all that can be run if left out.
-        microbatches: Numbers of microbatches to try; those that cut the batch evenly, and powers of
-            two, from one per rank on, if left out.
-        metric: ``"T"`` counts a step until the last rank has ended; ``"span"`` from each rank's own
-            first forward on, where the next step may begin meanwhile.
+        microbatches: Numbers to try; those that cut the batch evenly, or nearly, if left out.
+        metric: ``"T"``, until the last rank has ended; ``"span"``, from its own first forward on.
         top: How many proposals to return.
     """
     asked: dict[str, Any] = {
@@ -87,30 +82,34 @@ def find_plans(
         "top": top,
     }
     has_example = example_args is not None or example_kwargs is not None
-    faults = question_faults(**asked) + _faults(model, has_example, memory_limit, costs)
+    _refuse(question_faults(**asked) + _faults(model, has_example, memory_limit, costs))
+    described = None if device is None else described_device(device)
+    opened_for = 1 if data_parallel == "auto" else ranks // data_parallel
+    graph = _captured(model, example_args, example_kwargs).opened_at((), num_stages=opened_for)
+    if costs is None:
+        sizes = sizes_of_interest(**{name: asked[name] for name in _OF_SIZES})
+        costs = _costs(graph, described, sizes, loss_fn, target)
+    _refuse(_block_faults(costs, graph))
+    machine, limit = described or Device.named("cpu"), read_bytes(memory_limit)
+    return propose(costs, device=machine, memory_limit=limit, **asked).of_graph(graph, opened_for)
+
+
+def _captured(
+    model: nn.Module | Graph, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None
+) -> Graph:
+    return model if isinstance(model, Graph) else capture(model, args or (), kwargs)
+
+
+def _refuse(faults: Sequence[str]) -> None:
     if faults:
         raise ConfigError("sl.find_plans", faults)
 
-    described = None if device is None else described_device(device)
-    opened_for = 1 if data_parallel == "auto" else ranks // data_parallel
-    whole = (
-        model if isinstance(model, Graph) else capture(model, example_args or (), example_kwargs)
-    )
-    graph = whole.opened_at((), num_stages=opened_for)
-    if costs is None:
-        sizes = sizes_of_interest(
-            ranks=ranks,
-            batch_size=batch_size,
-            data_parallel=data_parallel,
-            microbatches=microbatches,
-        )
-        costs = _costs(graph, described, sizes, loss_fn, target)
-    num_blocks = len(graph.cuts) + 1
-    if len(costs.blocks) != num_blocks:
-        other = f"costs: they are of {len(costs.blocks)} blocks, the model has {num_blocks}"
-        raise ConfigError("sl.find_plans", [f"{other}: measure them anew"])
-    machine, limit = described or Device.named("cpu"), read_bytes(memory_limit)
-    return propose(costs, device=machine, memory_limit=limit, **asked).of_graph(graph, opened_for)
+
+def _block_faults(costs: ModelCosts, graph: Graph) -> list[str]:
+    found, wanted = len(costs.blocks), len(graph.cuts) + 1
+    if found == wanted:
+        return []
+    return [f"costs: they are of {found} blocks, the model has {wanted}: measure them anew"]
 
 
 def _faults(model: object, has_example: bool, memory_limit: object, costs: object) -> list[str]:

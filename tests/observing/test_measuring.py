@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import stageline as sl
-from stageline.observing import measure_memory
+from stageline.observing import StageMemory, measure_memory
+from stageline.observing.bench import _boundary
 from stageline.observing.progress import Progress
+from stageline.observing.shares import Samples
+from stageline.partitioning.costs import BoundaryCosts
 
 
 class Odd(nn.Module):
@@ -133,12 +136,31 @@ def test_memory_is_that_of_the_stages() -> None:
             parts.append(nn.Sequential(*layers[begin : begin + size]))
             begin += size
         seen = measure_memory(parts, x)
-        for stage, memory in list(zip(costs.stages(sizes), seen, strict=True))[1:]:
+        first, *others = zip(costs.stages(sizes), seen, strict=True)
+        for stage, memory in others:
             kept = stage.input_bytes + stage.activation_bytes
             assert kept == memory.after_forward
             # Never more than is really released: a plan must not count on it.
             frees = memory.after_forward - memory.after_input_gradient
             assert frees - x.nbytes * (len(sizes) < 5) <= stage.input_gradient_frees <= frees
+        stage, memory = first
+        assert stage.activation_bytes == memory.after_forward - x.nbytes  # that is the caller's
+        frees = memory.after_forward - memory.after_input_gradient
+        assert stage.input_gradient_frees == frees < 0  # the gradient that came, and nothing else
+
+
+def test_a_boundary_is_what_blocks_together_save() -> None:
+    """Blocks 1, 2 and 3 take 10 each, together 24: two boundaries between them took 3 each."""
+    memories = [StageMemory(0, 0, 0, 0, is_split=False)] * 4
+    together = 4
+    samples: Samples = {
+        (what, block): [10, 500, 11] if block < together else [24, 100, 27]
+        for what in ("F", "F split", "I", "W", "B")
+        for block in range(5)
+    }
+    found = _boundary({together: range(1, 4)}, samples, memories, scale=2.0)
+    assert found == BoundaryCosts(6, 6, 6, 6)
+    assert _boundary({}, samples, memories, scale=1.0) == BoundaryCosts()
 
 
 def test_the_loss_counts_to_the_last_block() -> None:

@@ -84,8 +84,9 @@ def test_no_cut_that_keeps_the_limit_is_faster(
     plan = partition(graph_for(costs), num_stages, **options)
     chosen = [b - a for a, b in pairwise([0, *plan.cuts, len(costs.blocks)])]
     assert limit is None or max(budget.rank_memory(blocks, chosen)) <= limit
-    best = min(slowest(costs, sizes, budget) for sizes in possible)
-    assert slowest(costs, chosen, budget) == best
+    if all(block.wants_input_gradient for block in costs.blocks[1:]):
+        best = min(slowest(costs, sizes, budget) for sizes in possible)
+        assert slowest(costs, chosen, budget) == best
 
 
 @pytest.mark.parametrize("name", [n for n in RUN if schedules.family(n).stages_per_rank == 2])

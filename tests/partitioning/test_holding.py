@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.partitioning.blocks import COPIES_OF_PARAMETERS, Blocks
 from stageline.partitioning.budget import Budget
-from stageline.partitioning.costs import BlockCosts, ModelCosts
+from stageline.partitioning.costs import TIMES, BlockCosts, BoundaryCosts, ModelCosts
 from stageline.partitioning.holdings import Holding, holdings_of, holdings_of_1f1b
 from stageline.scheduling import parse, schedules, simulate
 
@@ -38,8 +40,14 @@ def blocks(draw: st.DrawFn) -> BlockCosts:
 
 @st.composite
 def models(draw: st.DrawFn, least: int = 1) -> ModelCosts:
+    """Draw a model of data, perhaps with a frozen block before the others; or of a gradient."""
     found = draw(st.lists(blocks(), min_size=least, max_size=8))
-    return ModelCosts(tuple(found), rows=4, origin="drawn")
+    unwanted = draw(st.integers(0, 2))
+    drawn = (
+        replace(block, wants_input_gradient=index >= unwanted) for index, block in enumerate(found)
+    )
+    boundary = BoundaryCosts(*(draw(st.integers(0, 5)) for _ in TIMES))
+    return ModelCosts(tuple(drawn), rows=4, origin="drawn", boundary=boundary)
 
 
 def test_moments_at_which_a_stage_holds_most() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 
 from stageline.errors import ConfigError
-from stageline.partitioning.costs import BlockCosts, ModelCosts
+from stageline.partitioning.costs import TIMES, BlockCosts, BoundaryCosts, ModelCosts
 from stageline.scheduling import Costs
 from tests.partitioning.test_holding import models
 
@@ -24,6 +25,46 @@ def test_a_stage_adds_up_its_blocks_and_counts_no_byte_twice() -> None:
     assert shared.activation_bytes == apart.activation_bytes - 2 * 6
     assert shared.input_gradient_frees == apart.input_gradient_frees - 2 * 6
     assert (shared.output_bytes, shared.kept_output_bytes) == (8, 6)
+
+
+def test_a_stage_for_which_nobody_waits_has_its_backward_in_w() -> None:
+    first = replace(BLOCK, input_gradient=1, weight_gradient=19, wants_input_gradient=False)
+    costs = ModelCosts((first, BLOCK, BLOCK, BLOCK), 4, "by hand")
+    alone, joined, other = costs.stages([1, 3])[0], *costs.stages([2, 2])
+    for stage, count in ((alone, 1), (joined, 2)):
+        assert (stage.input_gradient, stage.weight_gradient) == (0, 20 * count)
+        assert stage.weight_gradient == stage.backward
+        assert stage.input_gradient_frees == -8  # the gradient of the output, which came
+        assert not stage.wants_input_gradient
+    assert (other.input_gradient, other.weight_gradient, other.backward) == (22, 24, 40)
+    assert costs.at(8).blocks[0].wants_input_gradient is False
+
+
+def test_blocks_that_go_together_have_one_boundary() -> None:
+    """Every block is measured as a stage of its own; in 0.1 a stage paid for all of that."""
+    boundary = BoundaryCosts(forward=1, input_gradient=2, weight_gradient=3, backward=4)
+    costs = ModelCosts((BLOCK,) * 4, 4, "by hand", boundary=boundary)
+    one, three = costs.stages([1, 3])
+    assert [getattr(one, time) for time in TIMES] == [10, 11, 12, 20]
+    assert [getattr(three, time) for time in TIMES] == [28, 29, 30, 52]
+    assert (three.activation_bytes, three.parameters) == (3 * 32 + 2 * 8, 15)
+    assert costs.at(8).boundary == boundary  # whatever the number of rows
+
+
+def test_a_boundary_is_never_more_than_a_block() -> None:
+    much = BoundaryCosts(forward=99, input_gradient=99, weight_gradient=3, backward=99)
+    costs = ModelCosts((BLOCK,) * 4, 4, "by hand", boundary=much)
+    assert costs.boundary == BoundaryCosts(10, 11, 3, 20)
+    assert costs.stages([4])[0].forward == 10
+
+
+def test_costs_saved_before_these_were_known_can_be_read() -> None:
+    costs = ModelCosts((BLOCK, BLOCK), 4, "by hand")
+    old = costs.to_json().replace(', "wants_input_gradient": true', "")
+    old = re.sub(r',\n *"boundary": .*', "", old)
+    assert "wants" not in old
+    assert "boundary" not in old
+    assert ModelCosts.from_json(old) == costs
 
 
 def test_stages_must_take_all_blocks() -> None:

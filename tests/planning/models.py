@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from stageline.partitioning.costs import BlockCosts, ModelCosts
 
 
-def layers(count: int, *, rows: int = 1, **others: int) -> ModelCosts:
+def layers(count: int, *, rows: int = 1, **others: Any) -> ModelCosts:
     """Return a model of equal blocks; times are in proportion to the rows."""
-    figures = {
+    figures: dict[str, Any] = {
         "forward": 10,
         "input_gradient": 10,
         "weight_gradient": 10,

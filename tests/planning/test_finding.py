@@ -275,3 +275,27 @@ def test_of_very_many_actions_the_best_family_is_taken(monkeypatch: pytest.Monke
     tight = find_schedule(4, 12, costs, num_stages=8, memory_limit=2)
     assert tight.source in ("v-min", "v-half", "sequential", "varuna")
     assert max(tight.simulation.peak_activations) <= 2
+
+
+@pytest.mark.parametrize("num_stages", [4, 8])
+def test_a_first_stage_that_does_nothing_in_i_is_searched_for_too(num_stages: int) -> None:
+    """As costs of models have it: nobody waits for the gradient of data, so W is B there."""
+    halves = {"input_gradient": [0] + [3] * (num_stages - 1), "weight_gradient": [4] + [2] * 7}
+    costs = Costs(
+        forward=2,
+        backward=[4] * num_stages,
+        input_gradient=halves["input_gradient"],
+        weight_gradient=halves["weight_gradient"][:num_stages],
+    )
+    found = find_schedule(4, 8, costs, num_stages=num_stages, effort=0.1)
+    shipped = []
+    for name in schedules.NAMES:
+        family = schedules.family(name)
+        if family.refusal is None and name != "forward-only":
+            try:
+                built = schedules.build(name, num_stages, 8, num_ranks=4)
+            except ScheduleError:
+                continue  # it takes another number of stages
+            shipped.append(simulate(built, costs).T)
+    assert len(shipped) > 1
+    assert min(shipped) >= found.simulation.T

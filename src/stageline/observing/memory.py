@@ -37,6 +37,7 @@ class StageMemory:
         output_bytes: The part of its graph that is its own output: a stage that goes on from there
             does not hold that a second time.
         is_split: Whether something was left for W, so that I and W both have work.
+        wants_input_gradient: Whether its input has a gradient; if not, I does nothing.
     """
 
     input_bytes: int
@@ -45,6 +46,7 @@ class StageMemory:
     after_weight_gradient: int
     output_bytes: int = 0
     is_split: bool = field(default=True, compare=False)
+    wants_input_gradient: bool = field(default=True, compare=False)
 
     @property
     def released_by_i(self) -> float:
@@ -107,7 +109,7 @@ def costs_of(memories: Iterable[StageMemory]) -> dict[str, list[int]]:
 
 
 def measure_call(
-    stage: nn.Module, call: Callable[[Any], Any], given: Packet | None
+    stage: nn.Module, call: Callable[[Any], Any], given: Packet | None, *, is_lent: bool = False
 ) -> tuple[StageMemory, Packet]:
     """Run one stage forward and back; also return its output, for the next one.
 
@@ -115,10 +117,11 @@ def measure_call(
         stage: Whose parameters and buffers do not count.
         call: Runs it on a value.
         given: What comes to it; None if only the arguments of the model do, which are the caller's.
+        is_lent: Whether what comes to it is the caller's too, and does not count.
     """
     coming = Packet([None], None, (False,)) if given is None else _copied(given)
     arrived = [x for x in coming.leaves if isinstance(x, Tensor)]
-    state = [*stage.parameters(), *stage.buffers()]
+    state = [*stage.parameters(), *stage.buffers(), *(arrived if is_lent else ())]
     inputs = Alive(*arrived)
     deferred = Deferred()
     with torch.enable_grad(), Alive(*arrived) as alive:
@@ -133,6 +136,7 @@ def measure_call(
         output_bytes = outputs.count(state)
         needing = zip(kept.leaves, kept.differentiable or (False,) * len(kept.leaves), strict=True)
         gradients = [torch.ones_like(leaf) for leaf, flag in needing if flag]
+        wants = slot is not None
         if slot is None:
             deferred = Deferred.whole(roots, gradients)
         elif roots:
@@ -144,7 +148,7 @@ def measure_call(
         given_back = [parameter.grad for parameter in stage.parameters()]
         after_weight = alive.count([*state, *own, *given_back])
     held = (input_bytes, after_forward, after_input, after_weight, output_bytes)
-    return StageMemory(*held, is_split=bool(deferred.places)), kept
+    return StageMemory(*held, bool(deferred.places), wants), kept
 
 
 def _copied(packet: Packet) -> Packet:

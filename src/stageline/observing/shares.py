@@ -80,6 +80,8 @@ class Share:
         arrival: What comes to the first of them; None if that is the model's first.
         work: The microbatches.
         clock: Returns nanoseconds.
+        together: Of the programs, one that runs several of these blocks as one stage; what comes
+            to it. So a stage of several blocks is timed as well.
     """
 
     def __init__(
@@ -89,38 +91,47 @@ class Share:
         arrival: Packet | None,
         work: Work,
         clock: Callable[[], int],
+        together: tuple[int, Packet | None] | None = None,
     ) -> None:
         self._programs = programs
         self._blocks = blocks
         self._arrival = arrival
         self._work = work
         self._clock = clock
+        self._together = together
         self.samples: Samples = defaultdict(list)
 
     def run_round(self) -> None:
         """Run some microbatches with B, then with I and W."""
         for splits in (False, True):
-            state = self._work.state(self._programs)
-            for number in range(_MICROBATCHES + AHEAD):
-                if number < _MICROBATCHES:
-                    self._forward(state, number % SLOTS, splits)
-                if number >= AHEAD:
-                    self._backward(state, (number - AHEAD) % SLOTS, splits)
+            self._run(self._blocks, self._arrival, splits)
+            if self._together is not None:
+                index, arrival = self._together
+                self._run(range(index, index + 1), arrival, splits)
 
-    def _forward(self, state: StepState, slot: int, splits: bool) -> None:
-        if self._arrival is not None:
-            state.arrivals[self._blocks[0], slot] = copied(self._arrival)
+    def _run(self, blocks: range, arrival: Packet | None, splits: bool) -> None:
+        state = self._work.state(self._programs)
+        for number in range(_MICROBATCHES + AHEAD):
+            if number < _MICROBATCHES:
+                slot = number % SLOTS
+                if arrival is not None:
+                    state.arrivals[blocks[0], slot] = copied(arrival)
+                self._forward(state, blocks, slot, splits)
+            if number >= AHEAD:
+                self._backward(state, blocks, (number - AHEAD) % SLOTS, splits)
+
+    def _forward(self, state: StepState, blocks: range, slot: int, splits: bool) -> None:
         run = forward_split if splits else HANDLERS[Kind.FORWARD]
-        for block in self._blocks:
+        for block in blocks:
             self._timed("F split" if splits else "F", run, state, block, slot)
-        finish(state, self._programs[self._blocks[-1]], slot)
+        finish(state, self._programs[blocks[-1]], slot)
 
-    def _backward(self, state: StepState, slot: int, splits: bool) -> None:
+    def _backward(self, state: StepState, blocks: range, slot: int, splits: bool) -> None:
         kinds = [Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT] if splits else [Kind.BACKWARD]
-        for block in reversed(self._blocks):
+        for block in reversed(blocks):
             for kind in kinds:
                 self._timed(kind.letter, HANDLERS[kind], state, block, slot)
-        state.gradients.pop((self._blocks[0] - 1, slot), None)
+        state.gradients.pop((blocks[0] - 1, slot), None)
 
     def _timed(self, name: str, run: Handler, state: StepState, block: int, slot: int) -> None:
         start = self._clock()

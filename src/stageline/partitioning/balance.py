@@ -55,6 +55,18 @@ class Problem:
         known = {id(tails): bool((np.diff(tails) >= 0).all()) for tails in self.tails}
         return [known[id(tails)] for tails in self.tails]
 
+    @cached_property
+    def _known(self) -> dict[tuple[int, int, int], _Starts]:
+        return {}
+
+    def cheap_from(self, part: int, most: int) -> _Starts:
+        """Return, for every end, the first place before which all beginnings cost more."""
+        heads, tails = self.heads[part], self.tails[part]
+        key = (most, id(heads), id(tails))
+        if key not in self._known:  # many parts have the same tables
+            self._known[key] = np.searchsorted(np.maximum.accumulate(tails), heads - most)
+        return self._known[key]
+
     @property
     def num_parts(self) -> int:
         return len(self.heads)
@@ -127,8 +139,7 @@ def _cheapest(problem: Problem) -> int:
     low, high = max(0, -(-total // problem.num_parts)), _most_of_any(problem)
     if problem.earliest is not None:  # looking at fewer cuts cannot make it cheaper
         low = _cheapest(replace(problem, earliest=None))
-        if _is_possible(problem, low):
-            return low
+        high = _first_possible(problem, low, high)
     while low < high:
         middle = (low + high) // 2
         if _is_possible(problem, middle):
@@ -136,6 +147,14 @@ def _cheapest(problem: Problem) -> int:
         else:
             low = middle + 1
     return low
+
+
+def _first_possible(problem: Problem, low: int, high: int) -> int:
+    """Return a limit that some cut keeps, near the one that none would beat."""
+    limit, step = low, max(low // 1000, 1)
+    while limit < high and not _is_possible(problem, limit):
+        limit, step = min(limit + step, high), 2 * step
+    return limit
 
 
 def _is_possible(problem: Problem, most: int) -> bool:
@@ -164,20 +183,23 @@ def _ends_of(
     """
     ends = np.zeros_like(begins)
     wanted = problem.heads[part][1:] - most
-    if problem.earliest is not None and problem.has_rising_tails[part]:
+    if problem.earliest is None:
+        tails = np.where(begins, problem.tails[part], _NEVER)
+        ends[1:] = np.maximum.accumulate(tails)[:-1] >= wanted
+        return ends
+    first = np.maximum(problem.earliest[part][1:], problem.cheap_from(part, most)[1:])
+    if problem.has_rising_tails[part]:
         # All places from some on are cheap enough: is one of them a beginning?
-        cheap = np.searchsorted(problem.tails[part], wanted)
-        first = np.maximum(problem.earliest[part][1:], cheap)
         count = np.concatenate([[0], np.cumsum(begins)])
         places = np.arange(len(first))
         ends[1:] = count[places + 1] > count[np.minimum(first, places + 1)]
         return ends
-    tails = np.where(begins, problem.tails[part], _NEVER)
-    if problem.earliest is None:
-        highest = np.maximum.accumulate(tails)[:-1]
-    else:
-        highest = _highest_between(tails, problem.earliest[part][1:])
-    ends[1:] = highest >= wanted
+    # Nothing ends before the first beginning, nor where a part would have to begin after the last.
+    low, last = int(begins.argmax()), len(begins) - 1 - int(begins[::-1].argmax())
+    stop = len(first) - int((first[::-1] <= last).argmax())
+    tails = np.where(begins[low:stop], problem.tails[part][low:stop], _NEVER)
+    highest = _highest_between(tails, np.maximum(first[low:stop] - low, 0))
+    ends[low + 1 : stop + 1] = highest >= wanted[low:stop]
     return ends
 
 
@@ -189,12 +211,17 @@ def _highest_between(values: _Places, first: NDArray[np.intp]) -> _Places:
     count = len(first)
     last = np.arange(count)
     lengths = last - first + 1
-    highest = np.full(count, _NEVER, dtype=np.int64)
     level, reach = values[:count], 1
-    while reach <= count:
-        rows = np.flatnonzero((lengths >= reach) & (lengths < 2 * reach))
-        highest[rows] = np.maximum(level[first[rows]], level[last[rows] - reach + 1])
+    levels = [level]
+    while 2 * reach <= lengths.max(initial=0):
         level, reach = np.maximum(level[:-reach], level[reach:]), 2 * reach
+        levels.append(np.concatenate([level, values[: count - len(level)]]))
+    which = np.frexp(np.maximum(lengths, 1))[1] - 1
+    table, row = np.concatenate(levels), which * count
+    highest: _Places = np.maximum(
+        table[row + np.minimum(first, last)], table[row + last + 1 - np.left_shift(1, which)]
+    )
+    highest[lengths < 1] = _NEVER
     return highest
 
 
@@ -204,8 +231,7 @@ def _longest_part(problem: Problem, most: int) -> int:
     longest, cheap = 1, places
     for part in range(problem.num_parts):
         if part == 0 or not _costs_like_the_last(problem, part):
-            tails = np.maximum.accumulate(problem.tails[part])
-            cheap = np.searchsorted(tails, problem.heads[part] - most)
+            cheap = problem.cheap_from(part, most)
         first = cheap if problem.earliest is None else np.maximum(cheap, problem.earliest[part])
         longest = max(longest, int((places - first).max()))
     return longest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stageline.capturing.graph import Cuttable
-from stageline.partitioning.balance import running_sum
-from stageline.partitioning.costs import BlockCosts, ModelCosts
+from stageline.partitioning.balance import earliest_begins, running_sum
+from stageline.partitioning.costs import BlockCosts, BoundaryCosts, ModelCosts
 from stageline.partitioning.holdings import Holding
 from stageline.scheduling import Costs, Kind
 
@@ -21,13 +21,20 @@ _Places = NDArray[np.int64]
 # Weights, their gradient, and the two moments of Adam.
 COPIES_OF_PARAMETERS = 4
 
+_NO_MATTER = 2**62
+
 
 @dataclass(frozen=True)
 class Blocks:
     """One number per block, in forward order.
 
     Attributes:
-        time: Nanoseconds of forward and backward.
+        time: Nanoseconds of forward and backward, without those of a boundary.
+        time_in_one: The same where the backward is not split.
+        boundary: What each stage takes beside its blocks.
+        boundary_in_one: The same where the backward is not split.
+        wants_gradient: Whether somebody waits for the gradient of its input. A stage that begins
+            where nobody does splits nothing.
         parameters: How many numbers it trains or keeps.
         parameter_bytes: Their bytes.
         kept: Bytes that F keeps, the input included.
@@ -38,6 +45,8 @@ class Blocks:
     """
 
     time: Sequence[int]
+    time_in_one: Sequence[int]
+    wants_gradient: Sequence[bool]
     parameters: Sequence[int]
     parameter_bytes: Sequence[int]
     kept: Sequence[int]
@@ -45,6 +54,8 @@ class Blocks:
     inputs: Sequence[int]
     shared: Sequence[int]
     crossing: Sequence[int]
+    boundary: int = 0
+    boundary_in_one: int = 0
 
     def __len__(self) -> int:
         return len(self.time)
@@ -57,6 +68,8 @@ class Blocks:
         nothing = [0] * len(loads)
         return cls(
             time=[load.time for load in loads],
+            time_in_one=[load.time for load in loads],
+            wants_gradient=[True] * len(loads),
             parameters=[load.parameters for load in loads],
             parameter_bytes=[load.parameter_bytes for load in loads],
             kept=[load.activation_bytes for load in loads],
@@ -76,8 +89,14 @@ class Blocks:
         """
         each = costs.blocks
         shared = [min(a.kept_output_bytes, b.input_bytes) for a, b in pairwise(each)]
+        in_one = {*kinds} - {Kind.INPUT_GRADIENT}
+        boundary, boundary_in_one = (_time(costs.boundary, which) for which in (kinds, in_one))
         return cls(
-            time=[_time(block, kinds) for block in each],
+            time=[_time(block, kinds) - boundary for block in each],
+            time_in_one=[_time(block, in_one) - boundary_in_one for block in each],
+            boundary=boundary,
+            boundary_in_one=boundary_in_one,
+            wants_gradient=[block.wants_input_gradient for block in each],
             parameters=[block.parameters for block in each],
             parameter_bytes=[block.parameter_bytes for block in each],
             kept=[block.input_bytes + block.activation_bytes for block in each],
@@ -97,14 +116,56 @@ class Blocks:
             "halved": running_sum((kept - _array(self.frees)).tolist()),
             "shared": np.append(shared, 0),
             "inputs": np.append(_array(self.inputs), 0),
+            "crossing": np.array([0, *self.crossing], dtype=np.int64),
         }
 
-    def memory(self, holding: Holding) -> tuple[_Places, _Places]:
-        """Return heads and tails: a stage from a to b needs ``heads[b] - tails[a]`` bytes then."""
+    def memory(self, holding: Holding, *, splits: bool = True) -> tuple[_Places, _Places]:
+        """Return heads and tails: a stage from a to b needs ``heads[b] - tails[a]`` bytes then.
+
+        Args:
+            holding: What it holds.
+            splits: Whether I does something; if not, it keeps everything, and the gradient that
+                has come for the output.
+        """
         of = self._sums
-        sums = of["fixed"] + holding.whole * of["whole"] + holding.halved * of["halved"]
+        whole = holding.whole + (0 if splits else holding.halved)
+        halved = holding.halved if splits else 0
+        sums = of["fixed"] + whole * of["whole"] + halved * of["halved"]
         # What the block before keeps as well is no part of this stage: it is kept here.
-        return sums, sums - holding.whole * of["shared"] - holding.inputs * of["inputs"]
+        tails = sums - whole * of["shared"] - holding.inputs * of["inputs"]
+        return sums if splits else sums + holding.halved * of["crossing"], tails
+
+    def earliest_begins(
+        self, moments: Iterable[Holding], limit: int, *, is_first: bool
+    ) -> NDArray[np.intp]:
+        """Return, for every end, the first place from which on a stage keeps a limit of bytes.
+
+        Args:
+            moments: When it may hold most.
+            limit: The bytes.
+            is_first: Whether it is the first stage, which begins where the model does.
+        """
+        found = []
+        for moment in moments:
+            for splits, places in self._beginnings(is_first):
+                heads, tails = self.memory(moment, splits=splits)
+                found.append(earliest_begins(heads, np.where(places, tails, _NO_MATTER), limit))
+        earliest: NDArray[np.intp] = np.maximum.reduce(found)
+        return earliest
+
+    def _beginnings(self, is_first: bool) -> list[tuple[bool, NDArray[np.bool_]]]:
+        """Return where a stage may begin that splits its backward, and where one that does not."""
+        splits = np.array([*self.wants_gradient, True])
+        is_start = np.arange(len(splits)) == 0
+        if is_first:
+            return [(self.wants_gradient[0], is_start)]
+        places = [(True, splits & ~is_start), (False, ~splits & ~is_start)]
+        return [(kind, where) for kind, where in places if where.any()]
+
+    def most_needed(self, holding: Holding) -> int:
+        """Return at least as many bytes as any stage needs then."""
+        tables = (self.memory(holding, splits=splits) for splits in (True, False))
+        return max(int(heads.max() - tails.min()) for heads, tails in tables)
 
     def held(self, sizes: Sequence[int]) -> Costs:
         """Return what a simulation is told of the memory of stages of so many blocks."""
@@ -125,12 +186,13 @@ class Blocks:
         ends = [0, *np.cumsum(sizes).tolist()]
         found = []
         for (begin, end), moments in zip(pairwise(ends), holdings, strict=True):
-            tables = [self.memory(moment) for moment in moments]
+            splits = self.wants_gradient[begin]
+            tables = [self.memory(moment, splits=splits) for moment in moments]
             found.append(max(int(heads[end] - tails[begin]) for heads, tails in tables))
         return found
 
 
-def _time(block: BlockCosts, kinds: Collection[Kind]) -> int:
+def _time(block: BlockCosts | BoundaryCosts, kinds: Collection[Kind]) -> int:
     halves = block.input_gradient + block.weight_gradient
     time = block.forward + (halves if Kind.INPUT_GRADIENT in kinds else block.backward)
     return time + (block.forward if Kind.RECOMPUTE in kinds else 0)

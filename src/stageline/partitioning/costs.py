@@ -22,7 +22,7 @@ from stageline.scheduling.costs import Number
 from stageline.wording import aligned
 
 _FORM = JsonForm("costs")
-_ENTRIES = ("blocks", "rows", "origin", "others")
+_ENTRIES = ("blocks", "rows", "origin", "others", "boundary")
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,9 @@ class BlockCosts:
         output_bytes: What crosses a cut behind it; 0 behind the last block.
         kept_output_bytes: The part of ``activation_bytes`` that is its own output: where the next
             block keeps that as its input, both keep it once.
+        wants_input_gradient: Whether somebody waits for the gradient of its input; nobody does
+            where that is data, or comes from frozen blocks. A stage that begins so does nothing in
+            I, and all of its backward in W.
     """
 
     name: str
@@ -58,6 +61,7 @@ class BlockCosts:
     parameter_bytes: int
     output_bytes: int
     kept_output_bytes: int = 0
+    wants_input_gradient: bool = True
 
     @property
     def time(self) -> int:
@@ -65,11 +69,44 @@ class BlockCosts:
         return self.forward + self.backward
 
 
-_ADDED = tuple(
-    each.name
-    for each in fields(BlockCosts)
-    if each.name not in ("name", "input_bytes", "output_bytes", "kept_output_bytes")
-)
+@dataclass(frozen=True)
+class BoundaryCosts:
+    """What of a block's times goes into being a stage of its own: values enter, leave, are kept.
+
+    Blocks that go together have that once.
+
+    Attributes:
+        forward: Nanoseconds of F.
+        input_gradient: Of I.
+        weight_gradient: Of W.
+        backward: Of B.
+    """
+
+    forward: int = 0
+    input_gradient: int = 0
+    weight_gradient: int = 0
+    backward: int = 0
+
+    def within(self, blocks: Sequence[BlockCosts]) -> BoundaryCosts:
+        """Return the same, but never more than a whole block takes."""
+        most = {
+            name: min((getattr(block, name) for block in blocks if _runs(block, name)), default=0)
+            for name in TIMES
+        }
+        return BoundaryCosts(**{name: min(getattr(self, name), most[name]) for name in TIMES})
+
+
+TIMES = ("forward", "input_gradient", "weight_gradient", "backward")
+"""The attributes that are times."""
+
+
+def _runs(block: BlockCosts, name: str) -> bool:
+    """Whether a block's I and W are ever joined with others': not where nobody waits for I."""
+    return block.wants_input_gradient or name in ("forward", "backward")
+
+
+_OF_ONE = ("name", "input_bytes", "output_bytes", "kept_output_bytes", "wants_input_gradient")
+_ADDED = tuple(each.name for each in fields(BlockCosts) if each.name not in _OF_ONE)
 _SCALED = (
     *(name for name in _ADDED if not name.startswith("parameter")),
     "input_bytes",
@@ -93,22 +130,38 @@ class ModelCosts:
         rows: The size of the microbatch.
         origin: Where the figures come from, for people.
         others: The same model with other numbers of rows.
+        boundary: What each block pays for being measured as a stage of its own.
     """
 
     blocks: tuple[BlockCosts, ...]
     rows: int
     origin: str
     others: tuple[ModelCosts, ...] = ()
+    boundary: BoundaryCosts = BoundaryCosts()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "boundary", self.boundary.within(self.blocks))
 
     def stages(self, sizes: Sequence[int]) -> tuple[BlockCosts, ...]:
         """Return what stages of so many blocks cost.
 
-        A stage keeps the inputs of its blocks. Where a block keeps its own output, and the next one
-        the same as its input, that is kept once.
+        Blocks that go together have one boundary. A stage keeps the inputs of its blocks. Where a
+        block keeps its own output, and the next one the same as its input, that is kept once.
+
+        Where nobody waits for the gradient of its input, I only takes in the gradient of the
+        output, and keeps it for W, which is B.
+
+        Example:
+            >>> first = BlockCosts("embed", 5, 0, 6, 6, 0, 8, -8, 5, 20, 8, 0, False)
+            >>> layer = BlockCosts("layer", 10, 12, 13, 20, 8, 32, 16, 5, 20, 8)
+            >>> costs = ModelCosts((first, layer, layer, layer), rows=4, origin="by hand")
+            >>> [(s.input_gradient, s.weight_gradient, s.backward) for s in costs.stages([2, 2])]
+            [(0, 26, 26), (24, 26, 40)]
         """
         if sum(sizes) != len(self.blocks) or min(sizes, default=0) < 1:
             raise ValueError(f"{len(self.blocks)} blocks cannot make stages of {list(sizes)}")
-        return tuple(_joined(self.blocks[a:b]) for a, b in pairwise([0, *accumulate(sizes)]))
+        ends = pairwise([0, *accumulate(sizes)])
+        return tuple(_joined(self.blocks[a:b], self.boundary) for a, b in ends)
 
     def simulated(self, sizes: Sequence[int], **hops: Any) -> Costs:
         """Return what ``sl.simulate`` is told of stages of so many blocks.
@@ -180,7 +233,7 @@ class ModelCosts:
         if rows in known:
             return replace(known[rows], others=())
         nearest = sorted(known, key=lambda size: (abs(size - rows), size))[:2]
-        low = min(nearest)
+        nearer, low = known[nearest[0]], min(nearest)
         high = max(nearest) if len(nearest) == 2 else 0
         blocks = tuple(
             _between(a, b, low, high, rows)
@@ -190,7 +243,8 @@ class ModelCosts:
                 strict=True,
             )
         )
-        return ModelCosts(blocks, rows, f"{self.origin}, from {low}{_and(high)} rows")
+        origin = f"{self.origin}, from {low}{_and(high)} rows"
+        return ModelCosts(blocks, rows, origin, boundary=nearer.boundary)
 
     def table(self) -> str:
         """Return the blocks as a table."""
@@ -222,26 +276,33 @@ class ModelCosts:
         entries, faults = _FORM.entries(text)
         if not faults:
             try:
-                return _read({name: entries[name] for name in _ENTRIES})
+                return _read({name: entries[name] for name in entries if name in _ENTRIES})
             except (ValueError, TypeError, KeyError, AttributeError) as cause:
                 faults = [f"an entry is missing or wrong ({cause}): measure the costs anew"]
         raise ConfigError("ModelCosts.from_json", faults)
 
 
-def _joined(blocks: Sequence[BlockCosts]) -> BlockCosts:
+def _joined(blocks: Sequence[BlockCosts], boundary: BoundaryCosts) -> BlockCosts:
     sums = {name: sum(getattr(block, name) for block in blocks) for name in _ADDED}
+    for time in TIMES:
+        sums[time] = max(0, sums[time] - (len(blocks) - 1) * getattr(boundary, time))
     inner = sum(block.input_bytes for block in blocks[1:])
     twice = sum(min(a.kept_output_bytes, b.input_bytes) for a, b in pairwise(blocks))
     sums["activation_bytes"] += inner - twice
     # What two blocks keep is gone when both have released it: counted as if one did so in W.
     sums["input_gradient_frees"] -= twice
     first, last = blocks[0], blocks[-1]
+    if not first.wants_input_gradient:
+        sums["input_gradient"] = 0
+        sums["weight_gradient"] = sums["backward"]
+        sums["input_gradient_frees"] = -last.output_bytes
     name = first.name if len(blocks) == 1 else f"{first.name} .. {last.name}"
     return BlockCosts(
         name=name,
         input_bytes=first.input_bytes,
         output_bytes=last.output_bytes,
         kept_output_bytes=last.kept_output_bytes,
+        wants_input_gradient=first.wants_input_gradient,
         **sums,
     )
 
@@ -273,7 +334,8 @@ def _and(high: int) -> str:
 def _read(entries: dict[str, Any]) -> ModelCosts:
     blocks = tuple(BlockCosts(**block) for block in entries.pop("blocks"))
     others = tuple(_read(other) for other in entries.pop("others"))
-    return ModelCosts(blocks=blocks, others=others, **entries)
+    boundary = BoundaryCosts(**entries.pop("boundary", {}))
+    return ModelCosts(blocks=blocks, others=others, boundary=boundary, **entries)
 
 
 def _milliseconds(nanoseconds: int) -> str:

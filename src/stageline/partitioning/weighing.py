@@ -14,7 +14,6 @@ from stageline.capturing.graph import Cuttable
 from stageline.partitioning.amounts import show_bytes
 from stageline.partitioning.balance import (
     Problem,
-    earliest_begins,
     has_solution,
     running_sum,
     solve,
@@ -126,7 +125,7 @@ def _problem(
     if by == "parameters":
         sums = running_sum(blocks.parameters)
         return Problem([sums] * num_stages, [sums] * num_stages)
-    sums = running_sum(blocks.time)
+    sums, once = running_sum(blocks.time), blocks.boundary
     placement = budget.placement(num_stages)
     links = [budget.link(*pair) for pair in pairwise(placement)]
     # One table for all cuts that are alike: parts with the same tables are solved faster. At the
@@ -135,12 +134,14 @@ def _problem(
         link: np.array([0, *(transfer_time(link, size) for size in blocks.crossing[:-1]), 0])
         for link in {*links, None}
     }
-    heads = {link: sums + table for link, table in tables.items()}
+    heads = {link: sums + table + once for link, table in tables.items()}
     tails = {link: sums - table for link, table in tables.items()}
-    return Problem(
-        [heads[link] for link in (*links, links[-1] if links else None)],
-        [tails[link] for link in (links[0] if links else None, *links)],
-    )
+    ends = [heads[link] for link in (*links, links[-1] if links else None)]
+    begins = [tails[link] for link in (links[0] if links else None, *links)]
+    if not blocks.wants_gradient[0]:  # the first stage splits nothing: it is known where it begins
+        table, first = tables[links[0] if links else None], running_sum(blocks.time_in_one)
+        ends[0], begins[0] = first + table + blocks.boundary_in_one, first - table
+    return Problem(ends, begins)
 
 
 def _memory_problem(blocks: Blocks, holdings: _Holdings) -> Problem:
@@ -149,7 +150,9 @@ def _memory_problem(blocks: Blocks, holdings: _Holdings) -> Problem:
     Where a stage has several moments at which it might hold most, the limit that can just be met
     is found first; cuts are then even by what F keeps.
     """
-    tables = [blocks.memory(max(moments, key=lambda each: each.whole)) for moments in holdings]
+    fullest = [max(moments, key=lambda each: each.whole) for moments in holdings]
+    tables = [blocks.memory(moment) for moment in fullest]
+    tables[0] = blocks.memory(fullest[0], splits=blocks.wants_gradient[0])
     problem = Problem([heads for heads, _ in tables], [tails for _, tails in tables])
     if all(len(moments) == 1 for moments in holdings):
         return problem
@@ -163,11 +166,10 @@ def _limited(
     """Return a problem whose stages also keep a limit of memory each."""
     known: dict[object, NDArray[np.intp]] = {}
     earliest = []
-    for moments, limit in zip(holdings, limits, strict=True):
-        key = (tuple(moments), limit)
+    for stage, (moments, limit) in enumerate(zip(holdings, limits, strict=True)):
+        key = (stage == 0, tuple(moments), limit)
         if key not in known:
-            begins = [earliest_begins(*blocks.memory(moment), limit) for moment in moments]
-            known[key] = np.maximum.reduce(begins)
+            known[key] = blocks.earliest_begins(moments, limit, is_first=stage == 0)
         earliest.append(known[key])
     return replace(problem, earliest=earliest)
 
@@ -176,8 +178,7 @@ def _least_limit(blocks: Blocks, holdings: _Holdings) -> int:
     """Return the smallest limit of memory that some cut keeps."""
     free = [np.zeros(len(blocks) + 1, dtype=np.int64)] * len(holdings)
     low = 0
-    whole = [blocks.memory(moment) for moments in holdings for moment in moments]
-    high = max(int(heads[-1] - tails.min()) for heads, tails in whole)
+    high = max(blocks.most_needed(moment) for moments in holdings for moment in moments)
     while low < high:
         middle = (low + high) // 2
         limits = [middle] * len(holdings)

@@ -37,6 +37,7 @@ class BlockEstimate:
     input_gradient_frees: int
     output_bytes: int
     kept_output_bytes: int
+    wants_input_gradient: bool
     flops: int
 
 
@@ -67,6 +68,8 @@ class Abstraction:
         call: Callable[[Any], Any],
         value: Any,
         arguments: Sequence[Any] = (),
+        *,
+        is_first: bool = False,
     ) -> tuple[BlockEstimate, Any]:
         """Run a block forward and back; also return what it makes, for the next one.
 
@@ -75,12 +78,15 @@ class Abstraction:
             call: Runs it on a value.
             value: What the one before has made.
             arguments: Those of the model, which are the caller's and do not count.
+            is_first: Whether gradients of these, where they require one, are made here.
         """
         parameters = [p for p in stage.parameters() if p.requires_grad]
         state = [*stage.parameters(), *stage.buffers()]
         real = [leaf for leaf in arguments if isinstance(leaf, Tensor)]
         state += [*real, *map(self._mode.from_tensor, real)]  # as they are, and where both meet
+        wanted: list[Any] = [leaf for leaf in real if leaf.requires_grad] if is_first else []
         value, edges = _entered(value)
+        wanted += edges
         given = [x for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
         inputs = Alive(*given)
         with torch.enable_grad(), Alive(*given) as alive:
@@ -97,10 +103,10 @@ class Abstraction:
             kept, input_bytes = alive.count(own), inputs.count(state)
             kept_output_bytes = outputs.count(state)
             half = Counting(self._device, state)
-            _differentiate(half, roots, edges, gradients, retain=True)
+            _differentiate(half, roots, wanted, gradients, retain=True)
             whole = Counting(self._device, state)
-            _differentiate(whole, roots, [*edges, *parameters], gradients, retain=False)
-        waiting = _waiting(whole, half, state) if edges else bytes_of(gradients) + kept
+            _differentiate(whole, roots, [*wanted, *parameters], gradients, retain=False)
+        waiting = _waiting(whole, half, state) if wanted else bytes_of(gradients) + kept
         accumulated = 1e9 * _ACCUMULATED * bytes_of(parameters) / self._device.bandwidth
         return BlockEstimate(
             forward=round(forward.nanoseconds),
@@ -111,6 +117,7 @@ class Abstraction:
             input_gradient_frees=kept - waiting,
             output_bytes=bytes_of(output),
             kept_output_bytes=kept_output_bytes,
+            wants_input_gradient=bool(wanted),
             flops=forward.flops + whole.flops,
         ), output
 

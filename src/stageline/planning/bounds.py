@@ -5,7 +5,9 @@ all its work to do, and after its last gradient the stages before it still have 
 
     rank 2        ahead |======== work ========| behind
 
-Weight gradients that may be computed later are work, but nobody waits for them.
+Weight gradients that may be computed later are work, but nobody waits for them. This is cheap, and
+knows R: it drops candidates by the hundred. ``searching/bounds.py`` has the tighter bound of one
+problem, any order of it within a memory, by which a search knows how far it still can get.
 """
 
 from __future__ import annotations

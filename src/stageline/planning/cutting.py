@@ -14,12 +14,13 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from stageline.partitioning.balance import Problem, earliest_begins, running_sum, solve
+from stageline.partitioning.balance import Problem, running_sum, solve
 from stageline.partitioning.blocks import COPIES_OF_PARAMETERS, Blocks
 from stageline.partitioning.costs import BlockCosts, ModelCosts
 from stageline.partitioning.holdings import Holding, Holdings
 from stageline.planning.candidates import Candidate
 from stageline.planning.moving import Sizes, improved
+from stageline.scheduling import Kind
 
 
 class Cutter:
@@ -33,23 +34,23 @@ class Cutter:
         self.costs = costs
         blocks = costs.blocks
         self.num_blocks = len(blocks)
-        self._forward = running_sum([block.forward for block in blocks])
-        self._time = running_sum([block.time for block in blocks])
-        self._split = running_sum(
-            [block.forward + block.input_gradient + block.weight_gradient for block in blocks]
-        )
         self._blocks = Blocks.of_costs(costs, ())
+        self._halved = Blocks.of_costs(costs, {Kind.INPUT_GRADIENT})
+        self._forward = running_sum([x.forward - costs.boundary.forward for x in blocks])
+        self._time = running_sum(self._blocks.time)
+        self._split = running_sum(self._halved.time)
         self._stage = lru_cache(maxsize=None)(self._joined)
         self._balanced = lru_cache(maxsize=None)(self._balance)
 
     @cached_property
     def total(self) -> int:
         """The least time of all blocks for one microbatch."""
-        return int(min(self._time[-1], self._split[-1]))
+        least = np.minimum(np.diff(self._time), np.diff(self._split))
+        return int(np.maximum(least, 0).sum())
 
     @cached_property
     def largest(self) -> int:
-        """The least time of the longest block."""
+        """The least time of a stage with the longest block."""
         return int(np.minimum(np.diff(self._time), np.diff(self._split)).max())
 
     @property
@@ -102,31 +103,49 @@ class Cutter:
         part = replace(self.costs, blocks=self.costs.blocks[begin:end], others=())
         return part.stages([end - begin])[0]
 
-    def _times(self, split: bool, recompute: bool) -> NDArray[np.int64]:
-        return (self._split if split else self._time) + self._forward * recompute
+    def _times(self, num_stages: int, split: bool, recompute: bool) -> list[NDArray[np.int64]]:
+        """Return running sums of what blocks take on each stage.
+
+        The first stage splits nothing if nobody waits for the gradient of its input.
+        """
+        sums = (self._split if split else self._time) + self._forward * recompute
+        times = [sums] * num_stages
+        if split and not self._blocks.wants_gradient[0]:
+            times[0] = self._time + self._forward * recompute
+        return times
+
+    def _with_boundary(
+        self, times: list[NDArray[np.int64]], split: bool, recompute: bool
+    ) -> list[NDArray[np.int64]]:
+        """Return the same with what each stage takes beside its blocks."""
+        once = (self._halved if split else self._blocks).boundary
+        once += self.costs.boundary.forward * recompute
+        known = {id(table): table + once for table in times}
+        return [known[id(table)] for table in times]
 
     def _balance(self, num_stages: int, split: bool, recompute: bool) -> Sizes:
-        sums = [self._times(split, recompute)] * num_stages
+        sums = self._times(num_stages, split, recompute)
         if recompute:
-            sums[-1] = self._times(split, False)
-        sizes = solve(Problem(sums, sums))
+            sums[-1] = self._times(num_stages, split, False)[-1]
+        sizes = solve(Problem(self._with_boundary(sums, split, recompute), sums))
         assert sizes is not None  # nothing is limited
         return tuple(sizes)
 
     def _within(self, candidate: Candidate, holdings: Holdings, limit: int) -> Sizes | None:
         """Return the most even cut with an equal share of the limit for each stage of a rank."""
         method = candidate.method
-        times = [self._times(method.splits_backward, method.recompute)] * candidate.num_stages
+        times = self._times(candidate.num_stages, method.splits_backward, method.recompute)
         share = limit // method.stages_per_rank
-        known: dict[tuple[Holding, ...], NDArray[np.intp]] = {}
+        known: dict[tuple[bool, tuple[Holding, ...]], NDArray[np.intp]] = {}
         earliest = []
-        for moments in holdings.by_stage():
-            if moments not in known:
-                tables = (self._blocks.memory(moment) for moment in moments)
-                begins = [earliest_begins(*table, share) for table in tables]
-                known[moments] = np.maximum.reduce(begins)
-            earliest.append(known[moments])
-        sizes = solve(Problem(times, times, earliest))
+        for stage, moments in enumerate(holdings.by_stage()):
+            key = (stage == 0, moments)
+            if key not in known:
+                begins = self._blocks.earliest_begins(moments, share, is_first=stage == 0)
+                known[key] = begins
+            earliest.append(known[key])
+        heads = self._with_boundary(times, method.splits_backward, method.recompute)
+        sizes = solve(Problem(heads, times, earliest))
         return None if sizes is None else tuple(sizes)
 
     def _moved(
@@ -134,7 +153,7 @@ class Cutter:
     ) -> Sizes:
         """Move single blocks between neighbours while that lowers what is too much, or the peak."""
         method = candidate.method
-        times = self._times(method.splits_backward, method.recompute)
+        times = self._times(candidate.num_stages, method.splits_backward, method.recompute)
         ranks = method.placement(candidate.num_ranks)
 
         def need(rank: int, ends: Sequence[int]) -> int:

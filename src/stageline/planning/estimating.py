@@ -120,7 +120,7 @@ def _counted(
             block = abstraction.copy_of(stage)
             after = ending if index == len(staged.held) - 1 else None
             call = partial(_called, block, leaves, variant, after)
-            estimate, value = abstraction.run(block, call, value, leaves)
+            estimate, value = abstraction.run(block, call, value, leaves, is_first=not index)
             found.append(estimate)
     return found
 
@@ -147,6 +147,7 @@ def _block(graph: Graph, begin: int, end: int, found: BlockEstimate) -> BlockCos
         parameter_bytes=load.parameter_bytes,
         output_bytes=found.output_bytes,
         kept_output_bytes=found.kept_output_bytes,
+        wants_input_gradient=found.wants_input_gradient,
     )
 
 
@@ -155,8 +156,11 @@ def _recorded(graph: Graph, device: Device, rows: int) -> tuple[BlockCosts, ...]
     assert graph.example.rows is not None
     scale = rows / graph.example.rows
     ends = [0, *graph.cuts, graph.num_nodes]
+    inputs = (leaf for leaf in graph.example.leaves if isinstance(leaf, Tensor))
+    is_wanted = any(leaf.requires_grad for leaf in inputs)
     blocks = []
     for begin, end in pairwise(ends):
+        wants = bool(begin) or is_wanted
         load = graph.load(begin, end)
         flops, moved = graph.work(begin, end)
         seconds = scale * (flops / device.speed("float32") + moved / device.bandwidth)
@@ -171,15 +175,16 @@ def _recorded(graph: Graph, device: Device, rows: int) -> tuple[BlockCosts, ...]
             BlockCosts(
                 name=from_to(graph.label(begin, end)),
                 forward=one,
-                input_gradient=one if begin else 0,
+                input_gradient=one if wants else 0,
                 weight_gradient=one if load.parameters else 0,
-                backward=one * (bool(begin) + bool(load.parameters)),
+                backward=one * (wants + bool(load.parameters)),
                 input_bytes=sizes[0],
                 activation_bytes=round(scale * load.activation_bytes),
                 input_gradient_frees=0,
                 parameters=load.parameters,
                 parameter_bytes=load.parameter_bytes,
                 output_bytes=sizes[1],
+                wants_input_gradient=wants,
             )
         )
     return tuple(blocks)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 Sizes = tuple[int, ...]
+Times = Sequence[NDArray[np.int64]]
 Excess = Callable[[int, Sequence[int]], int]
 """Rank and where every stage ends -> by how many bytes the rank is too full."""
 
@@ -34,18 +35,18 @@ def neighbours(sizes: Sequence[int]) -> list[Sizes]:
 
 
 def improved(
-    sizes: Sizes, times: NDArray[np.int64], placement: Sequence[int], excess: Excess | None = None
+    sizes: Sizes, times: Times, placement: Sequence[int], excess: Excess | None = None
 ) -> Sizes:
     """Return a cut with less too much memory; of those, whose busiest rank has less to do.
 
     Example:
         >>> times = np.array([0, 5, 6, 7, 8, 9, 10])           # the first block takes as long
-        >>> improved((2, 1, 1, 2), times, [0, 1, 1, 0])        # as all others together
+        >>> improved((2, 1, 1, 2), [times] * 4, [0, 1, 1, 0])  # as all others together
         (1, 2, 2, 1)
 
     Args:
         sizes: How many blocks each stage has.
-        times: Running sums of the time of blocks.
+        times: For each stage, running sums of the time that blocks take there.
         placement: The rank of each stage.
         excess: What ranks hold above a limit; None for no limit.
     """
@@ -69,7 +70,7 @@ class _State:
     ends: tuple[int, ...]
     busy: NDArray[np.float64]
     above: NDArray[np.int64]
-    times: NDArray[np.int64]
+    times: Times
     placement: Sequence[int]
     excess: Excess | None
 
@@ -77,12 +78,14 @@ class _State:
     def of(
         cls,
         sizes: Sizes,
-        times: NDArray[np.int64],
+        times: Times,
         placement: Sequence[int],
         excess: Excess | None,
     ) -> _State:
         ends = (0, *accumulate(sizes))
-        work = np.diff(times[list(ends)])
+        work = [
+            float(time[b] - time[a]) for time, (a, b) in zip(times, pairwise(ends), strict=True)
+        ]
         busy = np.bincount(np.array(placement), weights=work).astype(np.float64)
         ranks = range(len(busy))
         above = [0 if excess is None else excess(rank, ends) for rank in ranks]
@@ -111,10 +114,11 @@ class _State:
         """Return the state with another end of the stage before a place."""
         ends = (*self.ends[:place], end, *self.ends[place + 1 :])
         left, right = self.placement[place - 1], self.placement[place]
-        change = float(self.times[end] - self.times[self.ends[place]])
+        before, after = self.times[place - 1], self.times[place]
+        old = self.ends[place]
         busy, above = self.busy.copy(), self.above
-        busy[left] += change
-        busy[right] -= change
+        busy[left] += float(before[end] - before[old])
+        busy[right] -= float(after[end] - after[old])
         if self.excess is not None:
             above = above.copy()
             for rank in {left, right}:

@@ -63,13 +63,11 @@ def propose(
         costs: What the blocks cost, for microbatches of any number of rows.
         ranks: How many there are in all.
         batch_size: The rows of a step, of all copies together.
-        device: What connects the ranks, and how much memory each has; if left out, nothing takes
-            time, and memory has no limit.
+        device: What connects the ranks, and their memory; if left out, that costs nothing.
         memory_limit: What each rank has, in bytes, if not the memory of the device.
         data_parallel: How many copies of the pipeline share the ranks; ``"auto"`` tries all.
         schedules: The names to try; all that can be run if left out.
-        microbatches: The numbers of microbatches to try; those that cut the rows evenly, and powers
-            of two, from one per rank on, if left out.
+        microbatches: How many to try; if left out, see ``microbatch_counts``.
         metric: What counts as the time of a step.
         top: How many proposals to return.
     """
@@ -95,8 +93,7 @@ def propose(
         data_parallel=degrees,
         microbatches=microbatches,
     )
-    evaluator = Evaluator(costs, device, metric)
-    search = _Search(Refiner(evaluator, memory_limit, costs.origin), top)
+    search = _Search(Refiner(Evaluator(costs, device, metric), memory_limit, costs.origin), top)
     return search.run(list(every), [method for method in ways if method.schedule == AUTO])
 
 

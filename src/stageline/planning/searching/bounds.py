@@ -9,6 +9,9 @@ for later; chains of hops through the other ranks decide how long it must wait a
             hold; and the gradient still has to reach the first stage
     turn    when its last forward is out, only backwards of what it holds are left; and that
             microbatch still has to go to the last stage and back
+
+This is for any order of one placement within its memory; ``planning/bounds.py`` has the cheaper one
+by which whole candidates are dropped, those with R as well.
 """
 
 from __future__ import annotations

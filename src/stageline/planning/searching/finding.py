@@ -6,6 +6,13 @@
     solver     on request: an exact solver tries to close what gap is left (see ``exact.py``)
 
 The result is the best of all three, so it is never worse than what ships.
+
+>>> found = find_schedule(4, 8, Costs(forward=1, input_gradient=1, weight_gradient=1),
+...                       memory_limit=6, metric="span")
+>>> print(found.simulation.figures())
+T 27   span 25   bubble 11.1%   peak 6 6 6 6
+>>> found.is_optimal
+True
 """
 
 from __future__ import annotations
@@ -72,13 +79,6 @@ def find_schedule(
 
     The same arguments give the same schedule, on every machine: nothing depends on time.
 
-    >>> found = find_schedule(4, 8, Costs(forward=1, input_gradient=1, weight_gradient=1),
-    ...                       memory_limit=6, metric="span")
-    >>> print(found.simulation.figures())
-    T 27   span 25   bubble 11.1%   peak 6 6 6 6
-    >>> found.is_optimal
-    True
-
     Args:
         num_ranks: Workers.
         num_microbatches: Slices of the batch.
@@ -116,12 +116,16 @@ def find_schedule(
     if task.is_large and pool.order is None:
         pool.take(task.families(set(placements), SLOW))
     if pool.order is None:
-        wrong = "".join(f"\n- {fault}" for fault in faults[placements[0]])
-        raise ScheduleError(f"no schedule fits into the memory: raise the limit.{wrong}")
+        raise _nothing_fits(faults[placements[0]])
     bounds = [search.lowest for search in searches]
     if task.whole_is_shorter or not bounds:
         bounds = [task.bound(each, room) for each in placements]
     return _record(task, pool, pool.best(set(placements)), min(bounds))
+
+
+def _nothing_fits(faults: Sequence[str]) -> ScheduleError:
+    wrong = "".join(f"\n- {fault}" for fault in faults)
+    return ScheduleError(f"no schedule fits into the memory: raise the limit.{wrong}")
 
 
 @dataclass(frozen=True)
