@@ -17,12 +17,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Some virtual machines advertise AMX and trap when a bfloat16 kernel uses it. oneDNN reads this
 # when torch is first used, here and in every process that a test starts.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 from tests.fixtures import four_ranks, one_thread, two_ranks  # noqa: F401  # used by name
+
+# A deadline in seconds fails on a busy machine and says nothing about the code.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 RINGS = ("rows", "threads", "processes", "people")
 

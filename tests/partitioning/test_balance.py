@@ -89,7 +89,7 @@ def test_other_methods_reach_what_was_published_for_them() -> None:
     assert local_moves([1, 2, 3, 4, 5, 6], 2) == [4, 2]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=25), st.data())
 def test_no_other_method_is_ever_better(costs: list[int], data: st.DataObject) -> None:
     num_parts = data.draw(st.integers(1, len(costs)))

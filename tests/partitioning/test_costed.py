@@ -59,7 +59,7 @@ def slowest(costs: ModelCosts, sizes: list[int], budget: Budget) -> int:
 
 
 @pytest.mark.parametrize("device", [None, MACHINE], ids=["nominal", "described"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(models(), st.data())
 def test_no_cut_that_keeps_the_limit_is_faster(
     device: Device | None, costs: ModelCosts, data: st.DataObject
@@ -89,7 +89,7 @@ def test_no_cut_that_keeps_the_limit_is_faster(
 
 
 @pytest.mark.parametrize("name", [n for n in RUN if schedules.family(n).stages_per_rank == 2])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(models(least=4), st.integers(50, 1500))
 def test_ranks_with_several_stages_keep_the_limit(name: str, costs: ModelCosts, limit: int) -> None:
     budget = Budget(limit, schedule=name)

@@ -108,7 +108,7 @@ def a_send_does_not_wait_for_its_receiver(rank: int, endpoint: Endpoint) -> list
     """Both ranks send everything before either receives anything."""
     other = 1 - rank
     for index in range(4):
-        endpoint.send(edge(index, source=rank), leave(torch.full((2000,), float(rank)))[0])
+        endpoint.send(edge(index, source=rank), leave(torch.full((4000,), float(rank)))[0])
     got = [endpoint.receive(edge(index, source=other)).wait().value() for index in range(4)]
     return [f"packet {i}" for i, value in enumerate(got) if value[0] != other]
 

@@ -38,7 +38,6 @@ from stageline.running.microbatches import Microbatches, replicate
 from stageline.running.program import StageProgram
 from stageline.running.recordings import Recordings
 from stageline.running.streams.calls import StageStreams, Streams
-from stageline.running.transports.base import Arrived
 from stageline.wording import from_to
 
 
@@ -232,7 +231,7 @@ def _arrivals(played: _Played) -> list[Packet | None]:
         made = finish(state, program, 0)
         assert made is not None  # there is no loss
         packets.append(copied(made))
-        state.arrivals[index + 1, 0] = Arrived(made)
+        state.arrivals[index + 1, 0] = made
     return packets
 
 

@@ -28,7 +28,6 @@ from stageline.running.program import StageProgram
 from stageline.running.recordings import Chosen
 from stageline.running.state import StepState
 from stageline.running.streams.calls import CallStreams
-from stageline.running.transports.base import Arrived
 from stageline.scheduling import Kind
 
 # While one microbatch is at work another one waits for its backward, as on all ranks but the last.
@@ -110,7 +109,7 @@ class Share:
 
     def _forward(self, state: StepState, slot: int, splits: bool) -> None:
         if self._arrival is not None:
-            state.arrivals[self._blocks[0], slot] = Arrived(copied(self._arrival))
+            state.arrivals[self._blocks[0], slot] = copied(self._arrival)
         run = forward_split if splits else HANDLERS[Kind.FORWARD]
         for block in self._blocks:
             self._timed("F split" if splits else "F", run, state, block, slot)
@@ -143,7 +142,7 @@ def finish(state: StepState, program: StageProgram, slot: int) -> Packet | None:
         packet = state.arrivals.pop((program.index + 1, slot)).wait()
     flags = packet.differentiable or [False] * len(packet.leaves)
     needed = [leaf for leaf, flag in zip(packet.leaves, flags, strict=True) if flag]
-    state.gradients[program.index, slot] = Arrived(Packet([torch.ones_like(x) for x in needed]))
+    state.gradients[program.index, slot] = Packet([torch.ones_like(x) for x in needed])
     return packet
 
 

@@ -11,14 +11,16 @@ Weight gradients that may be computed later are work, but nobody waits for them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stageline.planning.candidates import Candidate
-from stageline.planning.searching.problem import Metric
 from stageline.scheduling import Costs, Kind
+
+if TYPE_CHECKING:  # a search asks for bounds too
+    from stageline.planning.searching.problem import Metric
 
 _Times: TypeAlias = NDArray[np.float64]
 

@@ -56,6 +56,10 @@ class Packet:
         """Return the packet with other leaves in the same places."""
         return Packet(leaves, self.spec, self.differentiable, self.repeats, self.overlaps)
 
+    def wait(self) -> Packet:
+        """Return the packet: between stages of one rank, it is its own receipt."""
+        return self
+
     def value(self) -> Any:
         """Return the value as the sending stage made it."""
         if self.spec is None:
@@ -74,6 +78,9 @@ class Packet:
         )
 
 
+_ONE = (True,)
+
+
 def leave(value: Any, buffers: Sequence[Tensor] = ()) -> tuple[Packet, list[GradientEdge]]:
     """Detach a stage's output; return the packet, and the edges where gradients enter.
 
@@ -84,7 +91,7 @@ def leave(value: Any, buffers: Sequence[Tensor] = ()) -> tuple[Packet, list[Grad
     # detach() shares the version counter, here and below: if the next stage changes the value in
     # place although this one has saved it, autograd notices, as it would in the plain model.
     if isinstance(value, Tensor) and value.requires_grad:  # by far the most common value
-        return Packet([value.detach()], None, (True,)), [gradient_edge(value)]
+        return Packet([value.detach()], None, _ONE), [gradient_edge(value)]
     packet = Packet([value]) if isinstance(value, Tensor) else _flatten(value)
     leaves, roots = packet.leaves, []
     differentiable = [False] * len(leaves)
@@ -164,6 +171,19 @@ class GradientSlot:
         self.gradients: tuple[Tensor | None, ...] = (None,) * count
         self.is_open = False
 
+    def fill(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Take the gradients of the inputs.
+
+        Raises:
+            RuntimeError: They come from a backward that is not the pipeline's.
+        """
+        if not self.is_open:
+            raise RuntimeError(
+                "backward() was called inside a stage's forward, and its gradient reached the "
+                "input of the stage, where the stages before would miss it: add it to the loss"
+            )
+        self.gradients = gradients
+
 
 class Entered:
     """What a stage is called with.
@@ -184,7 +204,7 @@ class Entered:
 
     def check(self) -> None:
         """Raise if the stage changed in place what lies in the same memory as another input."""
-        if any(tensor._version != version for tensor, version in self._watched):
+        if self._watched and any(tensor._version != seen for tensor, seen in self._watched):
             raise EdgeError(
                 "the stage changed one of its inputs in place, and another input lies in the same "
                 "memory: return a copy of one from the stage before, or do not work in place"
@@ -195,7 +215,7 @@ def enter(packet: Packet) -> Entered:
     """Let a value into the graph of the next stage."""
     if packet.spec is None and packet.differentiable[0]:  # by far the most common packet
         only = GradientSlot(1)
-        return Entered(_enter(only, _ANCHOR, packet.leaves[0])[0], only)
+        return Entered(_enter_one(only, _ANCHOR, packet.leaves[0]), only)
     entering = [index for index, needed in enumerate(packet.differentiable) if needed]
     slot = None
     if entering:
@@ -229,14 +249,25 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        slot: GradientSlot = ctx.slot
-        if not slot.is_open:
-            raise RuntimeError(
-                "backward() was called inside a stage's forward, and its gradient reached the "
-                "input of the stage, where the stages before would miss it: add it to the loss"
-            )
-        slot.gradients = gradients
+        ctx.slot.fill(gradients)
         return (None, None, *(None for _ in gradients))
 
 
-_enter = applier(_Enter)
+class _EnterOne(torch.autograd.Function):
+    """The same for a single tensor, in two thirds of the time."""
+
+    @staticmethod
+    def forward(ctx: Any, slot: GradientSlot, anchor: Tensor, tensor: Tensor) -> Any:
+        ctx.slot = slot
+        ctx.set_materialize_grads(False)
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.slot.fill(gradients)
+        return _NO_GRADIENTS
+
+
+_NO_GRADIENTS = (None, None, None)
+
+_enter, _enter_one = applier(_Enter), applier(_EnterOne)

@@ -40,12 +40,7 @@ class CallerState:
         Raises:
             PipeError: A mode is active that cannot be shared between threads.
         """
-        modes = foreign_modes()
-        if modes:
-            raise PipeError(
-                f"{' and '.join(modes)} is active in the calling thread and cannot follow into the "
-                "threads of the ranks: leave it before the call"
-            )
+        refuse_foreign_modes()
         return cls(
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple((name, torch.get_autocast_dtype(name)) for name in autocast_devices()),
@@ -71,6 +66,20 @@ class CallerState:
                 stack.enter_context(torch.autocast(name, dtype=dtype))
             stack.enter_context(step_modes(builds_graph))
             function()
+
+
+def refuse_foreign_modes() -> None:
+    """Raise if a mode is active that cannot be shared between threads.
+
+    Raises:
+        PipeError: It says which.
+    """
+    modes = foreign_modes()
+    if modes:
+        raise PipeError(
+            f"{' and '.join(modes)} is active in the calling thread and cannot follow into the "
+            "threads of the ranks: leave it before the call"
+        )
 
 
 def step_modes(builds_graph: bool) -> ExitStack:

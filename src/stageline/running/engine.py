@@ -29,7 +29,6 @@ from stageline.running.signature import facts_of
 from stageline.running.streams.calls import CallStreams, Streams, generator_untouched
 from stageline.running.ties import Ties
 from stageline.running.timetable import Purpose, Timetable, halves
-from stageline.running.transports.base import Arrived
 from stageline.running.undoing import Undo
 from stageline.torch_private import run_backward, tree_flatten
 
@@ -150,7 +149,7 @@ class Engine:
             last = mine[self._last_rank]
             for index, of_microbatch in enumerate(gradients):
                 key = (len(self._placement) - 1, index)
-                last.gradients[key] = Arrived(Packet(list(of_microbatch)))
+                last.gradients[key] = Packet(list(of_microbatch))
             with self._call(), self.undo.on_failure(purpose):
                 self._run([later for _, later in rows], mine, observer, purpose)
             return _input_gradients(mine[self._placement[0]])
@@ -166,12 +165,13 @@ class Engine:
         purpose: Purpose,
     ) -> None:
         """Run rows, and give tied parameters their gradients."""
+        streams = next(iter(states.values())).streams  # of the call: all ranks have the same
         with ExitStack() as stack:
-            if purpose.builds_graph:
+            if purpose.builds_graph and self.ties.has_parameters:
                 stack.enter_context(self.ties.summed(self.runner))
-            stack.enter_context(self.ties.buffers_watched())
+            if self.ties.has_buffers:
+                stack.enter_context(self.ties.buffers_watched())
             stack.enter_context(generator_untouched())
-            streams = next(iter(states.values())).streams  # of the call: all ranks have the same
             if streams is not None:
                 stack.enter_context(streams.installed())
             self.runner.run(rows, states, observer)
@@ -189,7 +189,7 @@ class Engine:
 
         def look() -> Facts:
             self._check_arguments(args, kwargs, target, purpose)
-            if not self._is_first and not _has_data((args, kwargs, target)):
+            if not self._is_first and not _has_data(*args, kwargs, target):
                 return told(None)
             batch = Microbatches(
                 args, kwargs, target, num_microbatches=count, batch_dims=self.batch_dims
@@ -217,7 +217,7 @@ class Engine:
     def _check_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, purpose: Purpose
     ) -> None:
-        if self._is_first and not _has_data((args, kwargs)):
+        if self._is_first and not _has_data(*args, kwargs):
             raise BatchError(
                 f"rank {self._placement[0]} holds stage 0 and needs the model's arguments, but "
                 "none of them is a tensor: pass the batch, step(x, target=y)"
@@ -334,15 +334,21 @@ def _total(losses: Mapping[int, tuple[Tensor, float]]) -> Tensor:
     is nan.
     """
     total = torch.zeros_like(losses[0][0])
-    for _, (loss, weight) in sorted(losses.items()):
+    for index in range(len(losses)):
+        loss, weight = losses[index]
         if weight:
-            total = total + loss * weight
+            total += loss * weight
     return total
 
 
-def _has_data(tree: Any) -> bool:
-    kinds = (Tensor, Replicated, np.ndarray)
-    return any(isinstance(leaf, kinds) for leaf in tree_flatten(tree)[0])
+_DATA = (Tensor, Replicated, np.ndarray)
+
+
+def _has_data(*values: Any) -> bool:
+    """Whether there is a tensor in some arguments; one of them is one, mostly."""
+    if any(isinstance(value, _DATA) for value in values):
+        return True
+    return any(isinstance(leaf, _DATA) for leaf in tree_flatten(values)[0])
 
 
 def _accumulate(first: StepState) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from stageline import log
 from stageline.errors import StepError
@@ -65,6 +66,22 @@ class BoundRow:
     rank: int
     actions: tuple[Action, ...]
     steps: tuple[tuple[Handler, int, int, Edge | None], ...]
+
+    @cached_property
+    def num_computing(self) -> int:
+        """How many actions are more than a transfer."""
+        return sum(action.peer is None for action in self.actions)
+
+    @cached_property
+    def is_ascending(self) -> bool:
+        """Whether every stage takes all microbatches from first to last, in all that it does."""
+        latest: dict[tuple[Kind, int], int] = {}
+        for action in self.actions:
+            before = latest.get((action.kind, action.stage), -1)
+            if action.microbatch < before:
+                return False
+            latest[action.kind, action.stage] = action.microbatch
+        return True
 
 
 def bind(schedule: Schedule, rank: int) -> BoundRow:

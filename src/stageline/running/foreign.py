@@ -41,10 +41,12 @@ class ForeignParameters:
         self._owners = owners
         self._seen: set[int] = set()
 
+    def is_known(self, stage: int) -> bool:
+        """Whether a graph of a stage was looked at before."""
+        return stage in self._seen
+
     def check(self, stage: int, results: Iterable[object]) -> None:
         """Raise if the graph of what a stage made ends in a parameter of another stage."""
-        if stage in self._seen:
-            return
         roots = [result.grad_fn for result in results if isinstance(result, Tensor)]
         for variable in _leaves(root for root in roots if root is not None):
             owner = self._owners.get(id(variable))

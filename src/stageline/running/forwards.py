@@ -6,13 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from stageline.running.boundary import Packet, enter, gradient_edge, leave
 from stageline.running.program import StageProgram
 from stageline.running.split.again import Statistics, is_changed, versions
 from stageline.running.split.deferred import Deferred
 from stageline.running.split.mode import Differentiates, Splitting, leave_whole
-from stageline.running.state import StepState, wait
-from stageline.running.transports.base import Arrived, Edge
+from stageline.running.state import StepState
+from stageline.running.transports.base import Edge
 from stageline.torch_private import tree_flatten
 
 
@@ -71,7 +73,7 @@ def _arrived(state: StepState, program: StageProgram, microbatch: int) -> Packet
     """Wait for what the stage before has made; the first stage waits for nothing."""
     if program.is_first:
         return None
-    return program.accept(wait(state, state.arrivals.pop((program.index, microbatch))))
+    return state.take(state.arrivals, program, (program.index, microbatch))
 
 
 def _hand_on(
@@ -80,7 +82,7 @@ def _hand_on(
     if packet is None:  # the last stage has made a loss, or outputs
         return
     if program.next_is_local:
-        state.arrivals[program.index + 1, microbatch] = Arrived(packet)
+        state.arrivals[program.index + 1, microbatch] = packet
     else:
         state.departures[program.index, microbatch] = packet
 
@@ -133,40 +135,49 @@ def _run(
     mode: Splitting | None = None,
 ) -> Packet | None:
     """Call a stage; return what goes to the next one, None if it is the last."""
-    output = _call(state, program, microbatch, arrived)
+    if arrived is None:
+        output = call_first(state, program, microbatch)
+    else:
+        entered = enter(arrived)
+        if entered.slot is not None:
+            state.slots[program.index, microbatch] = entered.slot
+        output = call_stage(state, program, microbatch, entered.value)
+        entered.check()
+        del entered
     if mode is not None:
         output = mode.held(output)
     if program.is_last:
-        _finish(state, program, microbatch, output, mode)
+        finish(state, program, microbatch, output, mode)
         return None
     packet, roots = leave(output, program.buffers)
     if state.builds_graph:
-        checked = [output] if packet.spec is None else tree_flatten(output)[0]
-        state.foreign.check(program.index, checked)
+        if not state.foreign.is_known(program.index):
+            results = [output] if packet.spec is None else tree_flatten(output)[0]
+            state.foreign.check(program.index, results)
         state.roots[program.index, microbatch] = roots
     return packet
 
 
-def _call(state: StepState, program: StageProgram, microbatch: int, arrived: Packet | None) -> Any:
-    """Let what arrived into the graph of a stage, and call it."""
-    if arrived is None:
-        inputs = _model_inputs(state, microbatch)
-        if state.chosen:
-            call = partial(_call_recorded, state, program, microbatch, None, inputs)
-        else:
-            call = partial(program.call_first, *inputs)
-        return _drawing(state, program.index, microbatch, call)
-    entered = enter(arrived)
-    del arrived
-    if entered.slot is not None:
-        state.slots[program.index, microbatch] = entered.slot
+def call_stage(state: StepState, program: StageProgram, microbatch: int, value: Any) -> Any:
+    """Call a stage with what the stage before returned."""
     if state.chosen:
-        call = partial(_call_recorded, state, program, microbatch, entered.value)
+        call = partial(_call_recorded, state, program, microbatch, value)
+        return _drawing(state, program.index, microbatch, call)
+    if state.streams is None:
+        return program.call(value)
+    return _drawing(state, program.index, microbatch, partial(program.call, value))
+
+
+def call_first(state: StepState, program: StageProgram, microbatch: int) -> Any:
+    """Call the first stage with the arguments of the model."""
+    inputs = _model_inputs(state, microbatch)
+    if state.streams is None and not state.chosen:
+        return program.call_first(*inputs)
+    if state.chosen:
+        call = partial(_call_recorded, state, program, microbatch, None, inputs)
     else:
-        call = partial(program.call, entered.value)
-    output = _drawing(state, program.index, microbatch, call)
-    entered.check()
-    return output
+        call = partial(program.call_first, *inputs)
+    return _drawing(state, program.index, microbatch, call)
 
 
 def _model_inputs(state: StepState, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -203,18 +214,34 @@ def _call_recorded(
     return program.module(value, program.localise(leaves), chosen.variant)
 
 
-def _finish(
+def finish(
     state: StepState, program: StageProgram, microbatch: int, output: Any, mode: Splitting | None
 ) -> None:
     """Turn the last stage's output into a loss, or keep it for gradients that come later."""
-    rule = state.loss_rule
-    if rule is None:
-        packet, roots = leave(output, program.buffers)
-        state.outputs[microbatch] = packet
+    if state.loss_rule is not None:
+        loss, weight = weighed_loss(state, program, microbatch, output, mode)
         if state.builds_graph:
-            state.roots[program.index, microbatch] = roots
+            _prepare_backward(state, program, microbatch, loss, weight)
         return
-    target = program.localise(state.microbatches.target(microbatch))
+    packet, roots = leave(output, program.buffers)
+    state.outputs[microbatch] = packet
+    if state.builds_graph:
+        state.roots[program.index, microbatch] = roots
+
+
+def weighed_loss(
+    state: StepState,
+    program: StageProgram,
+    microbatch: int,
+    output: Any,
+    mode: Splitting | None = None,
+) -> tuple[Tensor, float]:
+    """Return the loss of a microbatch and what it weighs; note both, and the output if wanted."""
+    rule = state.loss_rule
+    assert rule is not None
+    target = state.microbatches.target(microbatch)
+    if not program.is_on_cpu:
+        target = program.localise(target)
     if state.streams is None:
         loss = rule.loss(output, target)
     else:
@@ -222,20 +249,25 @@ def _finish(
             loss = rule.loss(output, target)
     if mode is not None:
         loss = mode.held(loss)
+    if state.builds_graph and not loss.requires_grad:
+        raise RuntimeError(
+            "the loss depends on no parameter that requires a gradient: unfreeze one, or call "
+            "pipe.eval() first if only the loss is wanted"
+        )
     weight = rule.weight(state.microbatches, microbatch)
-    detached = loss.detach()
-    state.losses[microbatch] = (detached, weight)
+    state.losses[microbatch] = (loss.detach(), weight)
     if state.keeps_outputs:
         state.outputs[microbatch] = leave(output, program.buffers)[0]
-    if state.builds_graph:
-        if not loss.requires_grad:
-            raise RuntimeError(
-                "the loss depends on no parameter that requires a gradient: unfreeze one, or call "
-                "pipe.eval() first if only the loss is wanted"
-            )
+    return loss, weight
+
+
+def _prepare_backward(
+    state: StepState, program: StageProgram, microbatch: int, loss: Tensor, weight: float
+) -> None:
+    """Note where the gradient of a loss enters its graph, and the gradient."""
+    if not state.foreign.is_known(program.index):
         state.foreign.check(program.index, [loss])
-        key = (program.index, microbatch)
-        state.roots[key] = [gradient_edge(loss)]
-        # The share as root gradient is what multiplying the loss by it would give, at no cost.
-        share = state.share(weight, detached) if weight else None
-        state.gradients[key] = Arrived(Packet([share]))
+    key = (program.index, microbatch)
+    state.roots[key] = [gradient_edge(loss)]
+    # The share as root gradient is what multiplying the loss by it would give, at no cost.
+    state.gradients[key] = Packet([state.share(weight, loss) if weight else None])

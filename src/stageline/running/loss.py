@@ -18,6 +18,7 @@ from stageline.running.microbatches import LossReduction, Microbatches
 
 LossFunction = Callable[[Any, Any], Tensor]
 REDUCTIONS = ("mean", "sum")
+_ONE = (1,)
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class LossRule:
     def loss(self, output: Any, target: Any) -> Tensor:
         """Return the loss of one microbatch."""
         loss = own_loss(output) if self.function is None else self.function(output, target)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.dim() > 1:
+        if not isinstance(loss, Tensor) or (loss.dim() and loss.shape != _ONE):
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             what, way_out = "loss_fn", "reduce it over the microbatch with .mean() or .sum()"
             if self.function is None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -101,13 +101,14 @@ class Microbatches:
 
     def _agreed_rows(self, rows: int | None) -> int:
         """Return the one batch size that all split leaves have, or say which two disagree."""
-        said_by = "the rank that holds stage 0"
+        first: tuple[_Sliceable, int] | None = None
         for tree in self._trees:
             for index, dim, size in tree.sizes():
                 if rows is None:
-                    rows, said_by = size, tree.names[index]
+                    rows, first = size, (tree, index)
                 elif size != rows:
-                    raise BatchError(_disagreement(tree, index, dim, f"{said_by} says", rows))
+                    says = f"{_named(first)} says"
+                    raise BatchError(_disagreement(tree, index, dim, says, rows))
         if rows is None:
             given = [type(leaf).__name__ for tree in self._trees for leaf in tree.leaves]
             raise BatchError(
@@ -115,7 +116,7 @@ class Microbatches:
                 f"dimensions, got {', '.join(given)}. Pass the batch as tensors"
             )
         if rows == 0:
-            raise BatchError(f"{said_by} says the batch has 0 rows: skip empty batches")
+            raise BatchError(f"{_named(first)} says the batch has 0 rows: skip empty batches")
         return rows
 
     @property
@@ -152,11 +153,12 @@ class Microbatches:
         Every small operation gives the interpreter lock away; between ranks that are threads,
         getting it back costs far more than the slice.
         """
-        indices = range(self.count)
         if inputs:
-            self._sliced_inputs = [self.inputs(index) for index in indices]
+            args = self._args.slices(self._starts, detached=True)
+            kwargs = self._kwargs.slices(self._starts, detached=True)
+            self._sliced_inputs = list(zip(args, kwargs, strict=True))
         if targets:
-            self._sliced_targets = [self.target(index) for index in indices]
+            self._sliced_targets = self._target.slices(self._starts)
 
     @cached_property
     def inputs_with_gradient(self) -> list[bool]:
@@ -196,6 +198,11 @@ class Microbatches:
         ]
 
 
+def _named(leaf: tuple[_Sliceable, int] | None) -> str:
+    """Return the name of a leaf; without one, it was another rank that told the size."""
+    return "the rank that holds stage 0" if leaf is None else leaf[0].names[leaf[1]]
+
+
 def _disagreement(tree: _Sliceable, index: int, dim: int, says: str, rows: int) -> str:
     name, shape = tree.names[index], tuple(tree.leaves[index].shape)
     return (
@@ -228,13 +235,21 @@ class _Sliceable:
     def __init__(self, tree: Any, root: str, batch_dims: BatchDims) -> None:
         self._tree = tree
         self.root = root
-        leaves, self._spec = trees.tree_flatten(tree)
-        self.dims = [self._batch_dim(leaf, index, batch_dims) for index, leaf in enumerate(leaves)]
-        self.leaves = [_unmarked(leaf) for leaf in leaves]
         # By far the most common trees, one tensor and a tuple of one, are sliced without detours.
         self._is_tensor = isinstance(tree, Tensor)
         self._is_one = type(tree) is tuple and len(tree) == 1 and isinstance(tree[0], Tensor)
+        if self._is_tensor or self._is_one:
+            leaves = [tree if self._is_tensor else tree[0]]
+        else:
+            is_empty = type(tree) in (tuple, dict) and not tree
+            leaves = [] if is_empty else trees.tree_flatten(tree)[0]
+        self.dims = [self._batch_dim(leaf, index, batch_dims) for index, leaf in enumerate(leaves)]
+        self.leaves = [_unmarked(leaf) for leaf in leaves]
         self.has_data = any(leaf is not None for leaf in leaves)
+
+    @cached_property
+    def _spec(self) -> trees.TreeSpec:
+        return trees.tree_flatten(self._tree)[1]
 
     @cached_property
     def names(self) -> list[str]:
@@ -290,7 +305,22 @@ class _Sliceable:
         return [
             (leaf, dim)
             for entry, dim in zip(self.leaves, self.dims, strict=True)
-            for leaf in trees.tree_flatten(entry)[0]
+            for leaf in ((entry,) if isinstance(entry, Tensor) else trees.tree_flatten(entry)[0])
+        ]
+
+    def slices(self, starts: Sequence[int], *, detached: bool = False) -> list[Any]:
+        """Return all slices; those of a single tensor are made by one operation."""
+        if not self.leaves:
+            return [self._tree] * (len(starts) - 1)
+        if (self._is_tensor or self._is_one) and self.dims[0] is not None:
+            leaf = self.leaves[0]
+            if (detached or not leaf.requires_grad) and leaf.layout is torch.strided:
+                # Unsafe only where a graph hangs on it; each part has a version counter of its own.
+                lengths = [end - start for start, end in pairwise(starts)]
+                parts = torch.unsafe_split_with_sizes(leaf.data, lengths, self.dims[0])
+                return list(parts) if self._is_tensor else [(part,) for part in parts]
+        return [
+            self.slice(start, end - start, detached=detached) for start, end in pairwise(starts)
         ]
 
     def slice(self, start: int, length: int, *, detached: bool = False) -> Any:

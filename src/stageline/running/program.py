@@ -49,13 +49,17 @@ class StageProgram:
         modules = self.module.modules()
         return tuple(m for m in modules if getattr(m, "track_running_stats", False))
 
-    @property
+    @cached_property
     def is_first(self) -> bool:
         return self.index == 0
 
-    @property
+    @cached_property
     def is_last(self) -> bool:
         return self.index == self.num_stages - 1
+
+    @cached_property
+    def is_on_cpu(self) -> bool:
+        return self.device.type == "cpu"
 
     def call(self, value: Any) -> Any:
         """Run the stage on what the stage before returned."""
@@ -65,15 +69,16 @@ class StageProgram:
 
     def call_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the first stage on the arguments of the model."""
-        args, kwargs = self.localise((args, kwargs))
+        if not self.is_on_cpu:
+            args, kwargs = self.localise((args, kwargs))
         return self.module(*args, **kwargs)
 
     def localise(self, value: Any) -> Any:
         """Return a value of the caller's with its tensors on this stage's device."""
-        if self.device.type == "cpu":
+        if self.is_on_cpu:
             return value
         return trees.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), value)
 
     def accept(self, packet: Packet) -> Packet:
         """Return a packet with its tensors on this stage's device."""
-        return packet if self.device.type == "cpu" else packet.to(self.device)
+        return packet if self.is_on_cpu else packet.to(self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,8 +18,10 @@ from stageline.running.control.agreement import ROWS, Facts
 from stageline.running.cores import share_of_threads, use_threads
 from stageline.running.events import Observer
 from stageline.running.executor import BoundRow, StepState, run_row
+from stageline.running.in_turn import Tempo, are_apart, can_run_in_turn, run_in_turn
 from stageline.running.timetable import Purpose
 from stageline.running.transports.base import ThreadTransport
+from stageline.running.transports.memory import MemoryTransport
 from stageline.running.workers import WorkerPool
 from stageline.scheduling import Kind, Schedule
 
@@ -116,6 +119,9 @@ class ThreadRunner(Runner):
         self._forward_window = forward_window(schedule)
         self._on_cpu = on_cpu
         self._pool: WorkerPool | None = None
+        self._placement = schedule.placement
+        self._tempos: dict[tuple[bool, bool, int], Tempo | None] = {}
+        self._takes_turns = on_cpu and isinstance(transport, MemoryTransport)
 
     @property
     def seed(self) -> int:
@@ -127,28 +133,58 @@ class ThreadRunner(Runner):
     def run(
         self, rows: Sequence[BoundRow], states: Mapping[int, StepState], observer: Observer | None
     ) -> None:
+        tempo = self._tempo(rows, states) if observer is None else None
+        in_turn = tempo is not None and tempo.prefers_turns
+        start = time.perf_counter()
+        before = torch.get_num_threads()
+        threads = share_of_threads(self.num_ranks) if self._on_cpu else before
+        try:
+            if in_turn:
+                use_threads(threads)
+                run_in_turn(self._placement, states)
+            else:
+                self._run_in_threads(rows, states, observer, threads)
+        finally:
+            if threads != before:
+                torch.set_num_threads(before)
+        if tempo is not None:
+            tempo.note(time.perf_counter() - start, in_turn=in_turn)
+
+    def _run_in_threads(
+        self,
+        rows: Sequence[BoundRow],
+        states: Mapping[int, StepState],
+        observer: Observer | None,
+        threads: int,
+    ) -> None:
         builds_graph = states[0].builds_graph
         window = None if builds_graph else self._forward_window
         exchange = self._transport.open(self.num_ranks, window=window)
         caller = CallerState.capture()
-        before = torch.get_num_threads()
-        threads = share_of_threads(self.num_ranks) if self._on_cpu else before
         jobs = []
         for rank, state in states.items():
             state.endpoint = exchange.endpoint(rank)
             act = partial(run_row, rows[rank], state, observer)
             jobs.append(partial(_act, caller, act, builds_graph, threads))
-        try:
-            failures = self._workers().run(jobs, on_failure=exchange.abort)
-        finally:
-            if threads != before:
-                torch.set_num_threads(before)
+        failures = self._workers().run(jobs, on_failure=exchange.abort)
         try:
             if failures:
                 raise failures[0]
         finally:
             # Or the exception's traceback holds this frame, and the frame the exception.
             del failures, jobs, states
+
+    def _tempo(self, rows: Sequence[BoundRow], states: Mapping[int, StepState]) -> Tempo | None:
+        """Return what knows how fast calls of this kind are; None if there is only one way."""
+        state = states[0]
+        if not (self._takes_turns and can_run_in_turn(state)):
+            return None
+        kind = (state.builds_graph, state.loss_rule is None, state.microbatches.count)
+        if kind not in self._tempos:
+            fits = all(row.is_ascending for row in rows) and are_apart(state.programs.values())
+            count = sum(row.num_computing for row in rows)
+            self._tempos[kind] = Tempo(count, self.num_ranks) if fits else None
+        return self._tempos[kind]
 
     def _workers(self) -> WorkerPool:
         if self._pool is None or not self._pool.usable:

@@ -89,7 +89,7 @@ class StepState:
     def share(self, weight: float, like: Tensor) -> Tensor:
         """Return a weight as root gradient of a loss; microbatches of one size have one."""
         known = self._shares.get(weight)
-        if known is None or known.dtype is not like.dtype or known.shape != like.shape:
+        if known is None or known.dtype is not like.dtype or known.dim() != like.dim():
             known = self._shares[weight] = torch.full_like(like, weight)
         return known
 
@@ -100,12 +100,13 @@ class StepState:
             known = self._leaves[stage] = splittable_parameters(self.programs[stage].module)
         return known
 
-
-def wait(state: StepState, receipt: Receipt) -> Packet:
-    """Wait for a packet, and count for how long if somebody observes."""
-    if state.waited is None:
-        return receipt.wait()
-    start = time.perf_counter()
-    packet = receipt.wait()
-    state.waited += time.perf_counter() - start
-    return packet
+    def take(self, table: dict[Key, Receipt], program: StageProgram, key: Key) -> Packet:
+        """Wait for a packet that a table promises, and count for how long if somebody observes."""
+        receipt = table.pop(key)
+        if self.waited is None:
+            packet = receipt.wait()
+        else:
+            start = time.perf_counter()
+            packet = receipt.wait()
+            self.waited += time.perf_counter() - start
+        return packet if program.is_on_cpu else program.accept(packet)

@@ -157,6 +157,16 @@ class Ties:
                 if watched.module is given
             ]
 
+    @property
+    def has_parameters(self) -> bool:
+        """Whether there are parameters of several ranks."""
+        return bool(self._tied)
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether there are buffers of several stages."""
+        return bool(self._watched)
+
     def refresh(self) -> None:
         """Let every copy follow the user's own parameter, and every copied module its original."""
         for tied in self._tied:
@@ -177,9 +187,6 @@ class Ties:
     @contextmanager
     def buffers_watched(self) -> Iterator[None]:
         """Raise if a buffer of several stages is changed while they run."""
-        if not self._watched:
-            yield
-            return
         for watched in self._watched:
             # torch's own kernel changes the statistics without counting it as a change.
             if keeps_statistics(watched.module):

@@ -58,5 +58,5 @@ class Undo:
                 for buffer, before in kept:
                     buffer.copy_(before)
             if isinstance(failure, (StepError, Aborted)) and len(fresh) < len(self._parameters):
-                failure.hint = _HINT
+                failure.hint = f"{getattr(failure, 'hint', '')} {_HINT}".strip()
             raise

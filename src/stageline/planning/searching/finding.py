@@ -10,11 +10,14 @@ The result is the best of all three, so it is never worse than what ships.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from stageline.errors import ScheduleError
+from stageline.planning.bounds import least_time
+from stageline.planning.candidates import Candidate as Way
+from stageline.planning.candidates import Method
 from stageline.planning.searching import exact
 from stageline.planning.searching.bounds import lower_bound
 from stageline.planning.searching.found import Candidate, Found
@@ -105,7 +108,7 @@ def find_schedule(
     faults = {each: limits.too_small(room, each) for each in placements}
     possible = [each for each in placements if not faults[each]]
     pool = _Pool(task)
-    pool.take(task.families(set(placements)))
+    pool.take(task.families(set(placements), is_beaten=pool.beats))
     searches = _searched(task, possible, room, pool.reached, effort) if possible else []
     if solver is not None:
         _solve(task, searches, pool.reached, seconds=solver)
@@ -156,6 +159,12 @@ class _Pool:
         """What the best reaches in the metric that counts."""
         return None if self.order is None else self.order[0]
 
+    def beats(self, name: str) -> bool:
+        """Whether a family is not worth the minutes that a large schedule takes."""
+        return (
+            self.task.is_large and self.order is not None and self.task.least(name) > self.order[0]
+        )
+
     def take(self, entries: Iterable[_Entry]) -> None:
         """Look at some more."""
         for entry in entries:
@@ -198,12 +207,34 @@ class _Task:
         """Whether there are too many actions to search among."""
         return len(SPLIT) * self.num_stages * self.num_microbatches > MOST_SEARCHED
 
+    def _promising(self) -> list[str]:
+        """Return the families to look at; of large schedules those that may be fastest first."""
+        if not self.is_large:
+            return list(_trainable())
+        return sorted((name for name in _trainable() if name not in SLOW), key=self.least)
+
+    def least(self, name: str) -> Number:
+        """Return what the metric of a family cannot be below."""
+        method = Method(name, self.num_stages // self.num_ranks)
+        candidate = Way(method, 1, self.num_ranks, self.num_microbatches, rows=1)
+        return least_time(candidate, self.costs, self.metric)
+
     def families(
-        self, placements: set[tuple[int, ...]], names: Sequence[str] | None = None
+        self,
+        placements: set[tuple[int, ...]],
+        names: Sequence[str] | None = None,
+        is_beaten: Callable[[str], bool] = lambda name: False,
     ) -> Iterator[_Entry]:
-        """Yield every schedule that ships, can be run and is for these sizes."""
-        slow = SLOW if self.is_large else ()
-        for name in names or [each for each in _trainable() if each not in slow]:
+        """Yield every schedule that ships, can be run and is for these sizes.
+
+        Args:
+            placements: What is allowed.
+            names: Which families; all, unless given.
+            is_beaten: Whether a family need not be looked at.
+        """
+        for name in names or self._promising():
+            if is_beaten(name):
+                continue
             try:
                 schedule = schedules.build(
                     name, self.num_stages, self.num_microbatches, num_ranks=self.num_ranks

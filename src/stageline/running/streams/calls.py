@@ -45,12 +45,17 @@ class Inside:
         here.track = self._before
 
 
-@contextmanager
-def generator_untouched() -> Iterator[None]:
+class generator_untouched:  # used like a function
     """Raise if somebody has drawn from torch's default generator in the meantime."""
-    before = default_generator.get_state()
-    yield
-    if not torch.equal(default_generator.get_state(), before):
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = default_generator.get_state()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None or torch.equal(default_generator.get_state(), self._before):
+            return
         raise PipeError(
             "during this call something drew from torch's default generator, past the streams that "
             "keep random numbers apart: they would depend on which thread comes first. It was an "

@@ -19,14 +19,13 @@ names
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from stageline.running.boundary import Packet
 from stageline.running.control.failures import Aborted
 
 __all__ = [
     "Aborted",
-    "Arrived",
     "Edge",
     "Endpoint",
     "Exchange",
@@ -50,26 +49,14 @@ class Edge(NamedTuple):
         return f"{self.source}->{self.target} {self.letter}{self.microbatch}"
 
 
-class Receipt(ABC):
-    """A packet that will come."""
+class Receipt(Protocol):
+    """A packet that will come. One that is here already is its own receipt."""
 
     __slots__ = ()
 
     @abstractmethod
     def wait(self) -> Packet:
         """Return the packet as soon as it is here."""
-
-
-class Arrived(Receipt):
-    """A packet that is already here: stages of one rank hand over directly."""
-
-    __slots__ = ("_packet",)
-
-    def __init__(self, packet: Packet) -> None:
-        self._packet = packet
-
-    def wait(self) -> Packet:
-        return self._packet
 
 
 class Endpoint(ABC):

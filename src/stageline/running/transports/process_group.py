@@ -12,7 +12,7 @@ it has arrived.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -37,11 +37,14 @@ LETTERS = ("F", "B", "O", "T")
 _ABORT_TAG = len(LETTERS)
 _FIRST_BODY_TAG = 16
 _BODY_TAGS = 1 << 16  # far more than can be under way at once
+_AHEAD = 2  # receives per channel that are posted before their turn
 _FOREVER = timedelta(days=365)  # the control plane ends a wait, not a clock
 _READY = "ready to connect"
 _AT_ONCE = timedelta(milliseconds=1)
 _SLICE = 0.05  # seconds
 _GRACE = 2.0  # seconds in which the control plane says why a peer is gone
+
+_Posted = tuple[Tensor, dist.Work]
 
 
 class ProcessGroupTransport(ProcessTransport):
@@ -66,6 +69,7 @@ class ProcessGroupTransport(ProcessTransport):
         self._is_broken = False
         self._sent: dict[tuple[int, str], int] = defaultdict(int)
         self._expected: dict[tuple[int, str], int] = defaultdict(int)
+        self._posted: dict[tuple[int, str], deque[_Posted]] = defaultdict(deque)
         self._outbox: SimpleQueue[_Shipment | None] = SimpleQueue()
         self._reaper = threading.Thread(
             target=_finish_sends,
@@ -144,12 +148,19 @@ class ProcessGroupTransport(ProcessTransport):
         self._outbox.put(_Shipment(edge, works, [tensor for tensor, _ in messages], room))
 
     def expect(self, edge: Edge, epoch: int) -> Receipt:
-        """Post the receive of a header."""
+        """Post the receive of a header, and of those that come next on its channel.
+
+        gloo sends once it knows that the receiver is ready. Told of it only now, a sender that is
+        busy by then would answer late: three wake-ups instead of one.
+        """
         peer, letter = edge.source_rank, edge.letter
         body_tag = _body_tag(letter, self._expected[peer, letter])
         self._expected[peer, letter] += 1
-        first = torch.empty(wire.HEADER_BYTES, dtype=torch.uint8)
-        work = self.post(first, edge, LETTERS.index(letter))
+        posted = self._posted[peer, letter]
+        while len(posted) <= _AHEAD:
+            buffer = torch.empty(wire.HEADER_BYTES, dtype=torch.uint8)
+            posted.append((buffer, self.post(buffer, edge, LETTERS.index(letter))))
+        first, work = posted.popleft()
         return _ProcessGroupReceipt(self, edge, epoch, first, work, body_tag)
 
     def post(self, buffer: Tensor, edge: Edge, tag: int) -> dist.Work:
@@ -205,6 +216,7 @@ class ProcessGroupTransport(ProcessTransport):
         self._generation += 1
         self._sent.clear()
         self._expected.clear()
+        self._posted.clear()
 
     def close(self) -> None:
         self._outbox.put(None)

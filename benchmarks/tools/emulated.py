@@ -1,0 +1,138 @@
+"""Stages that sleep instead of computing, as if each rank had a device of its own.
+
+    F   sleeps in forward
+    I   sleeps when the gradient of the output has come, before that of the input is made
+    W   sleeps once the gradient of the weight has been added up, which a schedule may put off
+
+So B sleeps twice. Every sleep is timed as it happened, and ``longest_chain`` tells how long a step
+with just these sleeps must take: sleeping is inexact, and that is no fault of the pipeline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import stageline as sl
+from stageline.scheduling import Action, Kind
+
+WIDTH = 4
+
+
+class EmulatedStage(nn.Module):
+    """A linear layer that takes its time.
+
+    Args:
+        seconds: How long F, I and W sleep, each.
+
+    Attributes:
+        sleeps: How long each has really slept, in the order in which they came.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.weight.register_post_accumulate_grad_hook(self._sleep)
+        self.seconds = seconds
+        self.sleeps: list[float] = []
+
+    def _sleep(self, _: Tensor | None = None) -> None:
+        if self.seconds:
+            start = time.perf_counter()
+            time.sleep(self.seconds)
+            self.sleeps.append(time.perf_counter() - start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._sleep()
+        made = F.linear(x, self.weight)
+        if made.requires_grad:
+            made.register_hook(self._sleep)
+        return made
+
+
+def emulated_stages(number: int, seconds: float = 0.0) -> list[EmulatedStage]:
+    """Return stages with the same weights in every process."""
+    torch.manual_seed(0)
+    return [EmulatedStage(seconds) for _ in range(number)]
+
+
+class Chain(NamedTuple):
+    """Actions of which each had to wait for the one before: how long they take, and how many."""
+
+    seconds: float
+    actions: int
+
+
+def longest_chain(schedule: sl.Schedule, sleeps: Sequence[Sequence[float]]) -> Chain:
+    """Return the makespan of a step in which nothing but these sleeps takes any time.
+
+    Every action begins as soon as its rank is free and its input is made.
+
+    Args:
+        schedule: What has run.
+        sleeps: Of each stage, in the order in which they came.
+
+    Example:
+        >>> longest_chain(sl.parse("0F0 0B0"), [[1.0, 2.0, 3.0]])
+        Chain(seconds=6.0, actions=2)
+    """
+    left = [iter(of_stage) for of_stage in sleeps]
+    rows = [
+        [(a, sum(next(left[a.stage]) for _ in range(num_sleeps(a)))) for a in row]
+        for row in schedule.compute_only().rows()
+    ]
+    if any(next(more, None) is not None for more in left):
+        raise ValueError("more sleeps than the schedule has: they are not those of one step")
+    return _replay(rows, schedule.num_stages)
+
+
+def num_sleeps(action: Action) -> int:
+    """Stage 0 has no gradient to hand back: all of its backward can wait for W."""
+    if action.kind is Kind.INPUT_GRADIENT:
+        return 0 if action.stage == 0 else 1
+    if action.kind is Kind.WEIGHT_GRADIENT:
+        return 2 if action.stage == 0 else 1
+    return 2 if action.kind is Kind.BACKWARD else 1
+
+
+_Ends = dict[tuple[bool, int, int], Chain]  # of what others wait for: is F, stage, microbatch
+_START = Chain(0.0, 0)
+
+
+def _replay(rows: Sequence[Sequence[tuple[Action, float]]], num_stages: int) -> Chain:
+    ends: _Ends = {}
+    positions, free = [0] * len(rows), [_START] * len(rows)
+    remaining = sum(map(len, rows))
+    while remaining:
+        before = remaining
+        for rank, row in enumerate(rows):
+            while positions[rank] < len(row):
+                action, duration = row[positions[rank]]
+                ready = _ready(action, ends, num_stages)
+                if ready is None:
+                    break
+                seconds, actions = max(free[rank], ready)
+                free[rank] = Chain(seconds + duration, actions + 1)
+                if action.kind not in (Kind.WEIGHT_GRADIENT, Kind.RECOMPUTE):
+                    is_forward = action.kind is Kind.FORWARD
+                    ends[is_forward, action.stage, action.microbatch] = free[rank]
+                positions[rank] += 1
+                remaining -= 1
+        if remaining == before:
+            raise ValueError("the schedule deadlocks")
+    return max(free)
+
+
+def _ready(action: Action, ends: _Ends, num_stages: int) -> Chain | None:
+    """Return what makes the input that an action needs of another stage; None if that is ahead."""
+    if action.kind is Kind.FORWARD and action.stage > 0:
+        return ends.get((True, action.stage - 1, action.microbatch))
+    gradient = action.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
+    if gradient and action.stage < num_stages - 1:
+        return ends.get((False, action.stage + 1, action.microbatch))
+    return _START

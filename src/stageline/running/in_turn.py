@@ -1,0 +1,148 @@
+"""Small stages in the caller's own thread, one microbatch after the other.
+
+Between threads a packet costs some tens of microseconds: the interpreter lock changes hands, and
+the other thread has to wake up. Below about a third of a millisecond per action that is more than
+a second core gives back. Nothing is cut then: a microbatch runs through all stages as one graph,
+in the order in which every stage would have seen it, so that the results are the same bits.
+
+    threads    rank 0  F0 F1 B0 F2 B1 B2        in turn    F0 F0 B0 F1 F1 B1 F2 F2 B2
+               rank 1     F0 B0 F1 B1 ...
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from stageline.errors import StepError
+from stageline.running.autocast import autocast_devices
+from stageline.running.backwards import differentiate
+from stageline.running.caller import refuse_foreign_modes, step_modes
+from stageline.running.forwards import call_first, call_stage, finish, weighed_loss
+from stageline.running.program import StageProgram
+from stageline.running.state import StepState
+
+WARM_UP = 1
+TRIALS = 3
+"""How often threads, and then turns, are timed before one of them is chosen."""
+
+KEPT = 4
+"""The fastest of so many latest calls is compared: what else ran on the machine only slows down."""
+
+AGAIN = 256
+"""After so many calls, and after 16, 32, 64 and 128, the slower one is timed once more: the machine
+may have been busy."""
+
+LONGEST = 0.5e-3
+"""Seconds per action, above which nobody has to try: threads pay from 0.3 ms on."""
+
+
+_ANY_STAGE = "(All stages were differentiated in one go; it may be any of them.)"
+
+
+class Tempo:
+    """Finds out whether calls of one kind are faster in threads or in turn.
+
+    Example:
+        >>> tempo = Tempo(num_actions=32, num_ranks=2)
+        >>> for seconds in (9e-3, 5e-3, 5e-3, 5e-3, 3e-3, 3e-3, 3e-3):
+        ...     tempo.note(seconds, in_turn=tempo.prefers_turns)
+        >>> tempo.prefers_turns
+        True
+
+    Args:
+        num_actions: Of all ranks together, transfers left out.
+        num_ranks: How many there are.
+    """
+
+    def __init__(self, num_actions: int, num_ranks: int) -> None:
+        self._longest = LONGEST * num_actions / num_ranks
+        self._calls = 0
+        self._recent: dict[bool, deque[float]] = {
+            each: deque(maxlen=KEPT) for each in (True, False)
+        }
+
+    @property
+    def prefers_turns(self) -> bool:
+        """Whether the next call should run in turn."""
+        turns, threads = self._recent[True], self._recent[False]
+        if len(threads) < TRIALS or min(threads) > self._longest:
+            return False
+        if len(turns) < TRIALS:
+            return True
+        is_faster = min(turns) < min(threads)
+        tries_again = self._calls >= 16 and 0 in (AGAIN % self._calls, self._calls % AGAIN)
+        return is_faster is not tries_again
+
+    def note(self, seconds: float, *, in_turn: bool) -> None:
+        """Take down how long a call took."""
+        self._calls += 1
+        if self._calls > WARM_UP:
+            self._recent[in_turn].append(seconds)
+
+
+def can_run_in_turn(state: StepState) -> bool:
+    """Whether a call needs no cut: it ends in a loss, or builds no graph."""
+    if state.streams is not None or (state.builds_graph and state.loss_rule is None):
+        return False
+    # Whose parameters a stage uses is seen in its own graph only.
+    return not state.builds_graph or all(map(state.foreign.is_known, state.programs))
+
+
+def are_apart(programs: Iterable[StageProgram]) -> bool:
+    """Whether every parameter is in one stage: in one graph, others would be summed earlier."""
+    owned = [{id(each) for each in program.module.parameters()} for program in programs]
+    return sum(map(len, owned)) == len(set().union(*owned))
+
+
+def run_in_turn(placement: Sequence[int], states: Mapping[int, StepState]) -> None:
+    """Run all stages on all microbatches.
+
+    Args:
+        placement: The rank of each stage, for what is said about failures.
+        states: Of all ranks: the first stage's gets the gradients of the inputs, the last stage's
+            losses and outputs.
+    """
+    refuse_foreign_modes()
+    first, last = states[placement[0]], states[placement[-1]]
+    first.autocast = last.autocast = autocast_devices()
+    programs = [first.programs[stage] for stage in range(len(placement))]
+    stage, microbatch, hint = 0, 0, ""
+    try:
+        with step_modes(first.builds_graph):
+            for microbatch in range(first.microbatches.count):
+                stage, hint = 0, ""
+                output = call_first(first, programs[0], microbatch)
+                for stage in range(1, len(programs)):
+                    output = call_stage(first, programs[stage], microbatch, output)
+                if last.loss_rule is None:
+                    finish(last, programs[-1], microbatch, output, None)
+                    continue
+                loss, weight = weighed_loss(last, programs[-1], microbatch, output)
+                if first.builds_graph:
+                    del output
+                    hint = _ANY_STAGE
+                    _differentiate(first, last, microbatch, loss, weight)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as cause:
+        action = f"{stage}{'B' if hint else 'F'}{microbatch}"
+        rank = placement[stage]
+        raise StepError(
+            rank=rank, stage=stage, microbatch=microbatch, action=action, hint=hint
+        ) from cause
+
+
+def _differentiate(
+    first: StepState, last: StepState, microbatch: int, loss: Tensor, weight: float
+) -> None:
+    """Run one backward through all stages."""
+    slot = first.slots.pop((0, microbatch), None)
+    if slot is not None:
+        slot.is_open = True
+    if weight:
+        differentiate(last, (0, microbatch), [loss], [last.share(weight, loss)])
+    if slot is not None:
+        first.input_gradients[microbatch] = slot.gradients
