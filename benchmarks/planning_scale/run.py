@@ -16,6 +16,7 @@ from stageline.planning.searching import find_schedule
 from stageline.scheduling import Costs, Schedule, Simulation, schedules, simulate
 
 RANKS = (8, 64, 512, 4096)
+MOST_SHORT = 64
 NAMES = ("1f1b", "interleaved", "zb-v", "dualpipe-v", AUTO)
 ACTIONS = {"1f1b": 2, "interleaved": 4, "zb-v": 6, "dualpipe-v": 5, AUTO: 6}
 """For each rank and microbatch."""
@@ -58,16 +59,20 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=NAMES, choices=NAMES)
     parser.add_argument("--most-gib", type=float, default=12.0, help="memory for a simulation")
     parser.add_argument("--plan-only", action="store_true", help="time find_plans alone")
+    parser.add_argument("--short", action="store_true", help="nothing large, no search, no plan")
     arguments = parser.parse_args()
+    if arguments.short:
+        arguments.ranks = [ranks for ranks in arguments.ranks if ranks <= MOST_SHORT]
+        arguments.schedules = [name for name in arguments.schedules if name != AUTO]
     if not arguments.plan_only:
-        for setting in SETTINGS:
+        for setting in SETTINGS[:1] if arguments.short else SETTINGS:
             print(f"\n{setting.title}; m = 2p\n")
             print("| ranks | schedule | T / work | bubble | span bubble | peak | actions | s |")
             print("|---|---|---|---|---|---|---|---|")
             for ranks in arguments.ranks:
                 for name in arguments.schedules:
                     print(row(name, ranks, setting, arguments), flush=True)
-    for line in planned():
+    for line in () if arguments.short else planned():
         print(line, flush=True)
 
 

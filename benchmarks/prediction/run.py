@@ -208,7 +208,7 @@ def report(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", action="store_true", help="one model, fewer rounds")
+    parser.add_argument("--short", action="store_true", help="one model, one m, fewer rounds")
     parser.add_argument("--model", choices=[case.name for case in CASES], help="one model")
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
@@ -223,7 +223,8 @@ def main() -> None:
     losses: list[float] = []
     cases = [case for case in CASES if arguments.model in (None, case.name)]
     for case in cases[: 1 if arguments.short else None]:
-        points, costs = run(case, MICROBATCHES, 3 if arguments.short else 12)
+        counts = MICROBATCHES[:1] if arguments.short else MICROBATCHES
+        points, costs = run(case, counts, 2 if arguments.short else 12)
         if says:
             more, worse = report(case.name, points, costs)
             errors, losses = errors + more, losses + worse

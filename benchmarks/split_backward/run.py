@@ -136,7 +136,7 @@ class Race:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="fewer rounds")
-    rounds = 8 if parser.parse_args().short else 40
+    rounds = 3 if parser.parse_args().short else 40
     torch.set_num_threads(1)
     keep_freed_memory()  # as every pipeline does
     random.seed(0)

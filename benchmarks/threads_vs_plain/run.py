@@ -69,7 +69,7 @@ def contestants(case: Case) -> dict[str, Callable[[], object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="fewer rounds")
-    rounds = 7 if parser.parse_args().short else 25
+    rounds = 3 if parser.parse_args().short else 25
     torch.set_num_threads(1)
     random.seed(0)
     print("| width | rows x microbatches | plain ms | A/A | pipeline ms | plain / pipeline |")

@@ -136,7 +136,7 @@ def row(what: str, medians: dict[str, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="fewer rounds")
-    rounds = 7 if parser.parse_args().short else 31
+    rounds = 3 if parser.parse_args().short else 31
     torch.set_num_threads(1)
     shuffle = random.Random(0)
     world = World.find()

@@ -73,11 +73,13 @@ def same_value(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.dtype != other.dtype or one.shape != other.shape or one.device != other.device:
             return False
+        if torch.equal(one, other):
+            return True  # without nan, which costs six passes over a model's output to see
         if one.is_floating_point() or one.is_complex():
             return bool(torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))) and bool(
                 torch.equal(torch.isnan(one), torch.isnan(other))
             )
-        return bool(torch.equal(one, other))
+        return False
     if isinstance(one, float) and isinstance(other, float):
         return one == other or (one != one and other != other)
     return type(one) is type(other) and bool(one == other)

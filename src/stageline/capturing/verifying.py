@@ -20,23 +20,26 @@ from stageline.wording import a_kind
 Replay = Callable[[list[Any]], Any]
 
 
-def verify(model: nn.Module, replay: Replay, arguments: Arguments, *, grad: bool = True) -> None:
+def verify(model: nn.Module, replay: Replay, arguments: Arguments, *, grad: bool = True) -> bool:
     """Raise unless a replay gives what the model gives, on these arguments.
 
     Random numbers are drawn from the same state in both; the model is left as it was.
+
+    Returns:
+        Whether both gave something that could be compared.
     """
     tensors = (*model.parameters(), *model.buffers())
     if any(tensor.is_meta for tensor in tensors):
-        return  # nothing can be computed, so nothing can be compared
+        return False  # nothing can be computed, so nothing can be compared
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         wanted = _plain(model, arguments)
         if wanted is None:
-            return
+            return False
         with preserved(model):
             try:
                 found = replay(arguments.copied().leaves)
             except GuardError:
-                return  # the code decides otherwise for these: another recording, not a wrong one
+                return False  # the code decides otherwise here: another recording, not a wrong one
             except StagelineError:
                 raise
             except Exception as error:
@@ -50,6 +53,7 @@ def verify(model: nn.Module, replay: Replay, arguments: Arguments, *, grad: bool
             f"{type(model).__name__} was recorded, but replaying it gives something else than the "
             f"model itself: {differences}. {_WAY_OUT}"
         )
+    return True
 
 
 _WAY_OUT = (
