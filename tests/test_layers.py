@@ -15,6 +15,7 @@ from stageline import torch_private
 PACKAGE = Path(stageline.__file__).parent
 
 ORDER = (
+    "collecting",
     "errors",
     "wording",
     "log",

@@ -15,13 +15,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import torch
-from held import Moment, Trace
-from processes import free_port, world
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stageline as sl
+from benchmarks.memory.held import Moment, Trace
+from benchmarks.memory.processes import free_port, world
 from stageline.observing import measure_memory
 from stageline.observing.memory import costs_of
 from stageline.scheduling import Action, Kind
@@ -110,7 +112,7 @@ class Step:
         layers = iter(model())
         stages = [nn.Sequential(*islice(layers, size)) for size in self._sizes]
         first, *others = measure_memory(stages, self._batch[0][:ROWS])
-        sizes = costs_of([first, *others])
+        sizes: dict[str, Any] = costs_of([first, *others])
         sizes["activation_bytes"][0] -= first.input_bytes
         sizes["input_bytes"][0] = 0
         return sl.Costs(**sizes)

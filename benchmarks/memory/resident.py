@@ -17,11 +17,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import torch
-from held import Trace
-from processes import free_port, world
 from torch.nn import functional as F
 
+from benchmarks.memory.held import Trace
+from benchmarks.memory.processes import free_port, world
 from models import CHECKED, Case, stack, vectors
 from plain import reference
 

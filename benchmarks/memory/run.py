@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "against_peers"))
 
-from pages import Setting, table, write
-from processes import PATIENCE, Failed, run
-
 import stageline as sl
+from benchmarks.memory.processes import PATIENCE, Failed, run
+from benchmarks.tools.pages import Setting, table, write
 from environments import FOLDER, python_of
 
 HERE = Path(__file__).resolve().parent

@@ -14,15 +14,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "against_peers"))
 
 import torch
-from pages import Setting, table, write
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import stageline as sl
+from benchmarks.tools.pages import Setting, table, write
 from models import Embedding, Layer
 
 HERE = Path(__file__).resolve().parent
@@ -128,7 +128,6 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="fewer rounds, two models")
     parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     asked = parser.parse_args()
-    torch.set_num_threads(1)
     setting = Setting()
     parts = {"imports": imports(3 if asked.short else 15)}
     print(parts["imports"], flush=True)

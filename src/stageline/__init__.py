@@ -7,6 +7,7 @@ optimizer = torch.optim.AdamW(pipe.parameters())
 result = pipe.step(x, target=y)
 """
 
+from stageline import collecting as _collecting
 from stageline import log as _log
 from stageline.capturing.layers import layer_list
 from stageline.capturing.marks import Block, CutPoint, begin_block, remove_blocks
@@ -90,3 +91,4 @@ __all__ = [
 ]
 
 _log.configure()
+_collecting.resume()

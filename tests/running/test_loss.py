@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -388,3 +389,22 @@ def test_no_graph_outlives_its_step(how: str) -> None:
         assert len(trace.tokens) == 0
     assert not result.loss.requires_grad
     assert not result.outputs.requires_grad
+
+
+def test_the_memory_behind_a_loss_goes_with_its_microbatch() -> None:
+    """F.mse_loss returns a number in a storage as large as its input: m of them were held."""
+    behind: list[weakref.ref[Any]] = []
+    held = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        held.append(sum(each() is not None for each in behind))
+        memory = np.zeros(1000, dtype=np.float32)
+        behind.append(weakref.ref(memory))
+        buffer = torch.from_numpy(memory)
+        buffer[:1] = F.cross_entropy(output, target)
+        return buffer[0]
+
+    pipe = sl.Pipeline(mlp(), split=2, num_microbatches=6, loss_fn=loss_fn, schedule="1f1b")
+    x, y = batch(6)
+    pipe.step(x, target=y)
+    assert held == [0] * 6

@@ -255,7 +255,8 @@ def weighed_loss(
             "pipe.eval() first if only the loss is wanted"
         )
     weight = rule.weight(state.microbatches, microbatch)
-    state.losses[microbatch] = (loss.detach(), weight)
+    # A copy: the storage of a loss may be as large as what it was reduced from.
+    state.losses[microbatch] = (loss.detach().clone(), weight)
     if state.keeps_outputs:
         state.outputs[microbatch] = leave(output, program.buffers)[0]
     return loss, weight
