@@ -34,6 +34,8 @@ class EmulatedStage(nn.Module):
         sleeps: How long each has really slept, in the order in which they came.
     """
 
+    draws_nothing = True
+
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)

@@ -248,6 +248,38 @@ def test_a_draw_past_the_streams_is_an_error_and_leaves_no_gradients(
         )
 
 
+class Promising(nn.Module):
+    """Says that it draws nothing."""
+
+    draws_nothing = True
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x * self.weight, self.p) if self.p else x * self.weight
+
+
+def test_a_promise_to_draw_nothing_is_believed(closing: list[sl.Pipeline]) -> None:
+    pipe = pipeline(nn.Sequential(Promising(), nn.Linear(WIDTH, 4)), split=2)
+    closing.append(pipe)
+    assert pipe._engine.streams.of_call("TRAIN", 0, 0) is None
+    pipe = pipeline(nn.Sequential(Promising(), nn.Dropout(0.5), nn.Linear(WIDTH, 4)), split=2)
+    closing.append(pipe)
+    assert pipe._engine.streams.of_call("TRAIN", 0, 0) is not None  # the dropout draws all the same
+
+
+def test_a_promise_that_is_broken_is_an_error(closing: list[sl.Pipeline]) -> None:
+    pipe = pipeline(nn.Sequential(Promising(0.5), nn.Linear(WIDTH, 4)), split=2)
+    closing.append(pipe)
+    x, y = batch()
+    with pytest.raises(PipeError, match="drew from torch's default generator"):
+        pipe.step(x, target=y)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
 def test_a_model_that_cannot_draw_is_not_followed(closing: list[sl.Pipeline]) -> None:
     """Dropout with p = 0 and eval mode count as not drawing; what is unknown may draw."""
     dropout = nn.Dropout(0.0)

@@ -1,4 +1,7 @@
-"""Which modules may draw random numbers: all but those of torch that are known not to."""
+"""Which modules may draw random numbers: all but those of torch that are known not to.
+
+A class of the user's own may promise the same: ``draws_nothing = True`` in its body.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,9 @@ _QUIET = """
 
 WRAPPERS = ("OptimizedModule", "DistributedDataParallel")
 """Modules that are put around a model and are no part of it, by name: importing them is slow."""
+
+PROMISE = "draws_nothing"
+"""The attribute of a class whose forward draws no random numbers; its children do not count."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -130,7 +136,8 @@ def _is_unknown(module: nn.Module) -> bool:
     if type(module).__name__ in WRAPPERS:
         return False  # what they are around is looked at
     has_hooks = any(getattr(module, hooks) for hooks in _HOOKS)
-    is_known = type(module) in _NEVER or type(module) in _SOMETIMES
+    promises = getattr(type(module), PROMISE, False) is True
+    is_known = promises or type(module) in _NEVER or type(module) in _SOMETIMES
     return has_hooks or not is_known or "forward" in vars(module)
 
 
