@@ -11,7 +11,8 @@ from stageline.errors import ScheduleError
 from stageline.partitioning.costs import BlockCosts, ModelCosts
 from stageline.partitioning.device import Device
 from stageline.planning import propose
-from stageline.planning.candidates import AUTO
+from stageline.planning.bounds import least_time
+from stageline.planning.candidates import AUTO, Candidate, Method
 from stageline.planning.searching import find_schedule
 from stageline.scheduling import Costs, Schedule, Simulation, schedules, simulate
 
@@ -110,11 +111,12 @@ def simulated(name: str, ranks: int, count: int, setting: Setting) -> Simulation
 
 def searched(ranks: int, count: int, setting: Setting) -> Simulation:
     """Return the best of what is found with one stage per rank and with two, in any placement."""
-    found = (  # the larger one first, while nothing else is held
-        find_schedule(ranks, count, setting.costs(each), num_stages=each * ranks).simulation
-        for each in (2, 1)
-    )
-    return min(found, key=lambda one: one.T)
+    two = find_schedule(ranks, count, setting.costs(2), num_stages=2 * ranks).simulation
+    straight = Candidate(Method(AUTO), 1, ranks, count, rows=1)
+    if least_time(straight, setting.costs(1)) >= two.T:
+        return two  # whatever the order, one stage per rank takes longer
+    one = find_schedule(ranks, count, setting.costs(1)).simulation
+    return min(two, one, key=lambda found: found.T)
 
 
 def planned() -> Iterator[str]:

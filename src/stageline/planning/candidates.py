@@ -67,10 +67,14 @@ class Method:
         Example:
             >>> Method("zb-v", 2).placement(3)
             (0, 1, 2, 2, 1, 0)
+            >>> Method("zb-h1", 2).placement(3)
+            (0, 0, 1, 1, 2, 2)
         """
         ranks = range(num_ranks)
         if self.looks == "V":
             return (*ranks, *reversed(ranks))
+        if self.looks == "consecutive":
+            return tuple(rank for rank in ranks for _ in range(self.stages_per_rank))
         return (*ranks,) * self.stages_per_rank
 
     def build(self, num_ranks: int, num_microbatches: int) -> Schedule:
