@@ -35,8 +35,12 @@ AGAIN = 256
 """After so many calls, and after 16, 32, 64 and 128, the slower one is timed once more: the machine
 may have been busy."""
 
-LONGEST = 0.5e-3
-"""Seconds per action, above which nobody has to try: threads pay from 0.3 ms on."""
+LONGEST = 1e-3
+"""Seconds per action, above which nobody has to try: threads pay from 0.3 ms on, and later where
+the backward is in two halves."""
+
+HOPELESS = 2.0
+"""How much slower the first turn must be that there is no other."""
 
 
 _ANY_STAGE = "(All stages were differentiated in one go; it may be any of them.)"
@@ -69,6 +73,8 @@ class Tempo:
         """Whether the next call should run in turn."""
         turns, threads = self._recent[True], self._recent[False]
         if len(threads) < TRIALS or min(threads) > self._longest:
+            return False
+        if turns and min(turns) > HOPELESS * min(threads):
             return False
         if len(turns) < TRIALS:
             return True
