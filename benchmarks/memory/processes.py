@@ -64,7 +64,7 @@ def run(
                 _end(process)
         missing = [rank for rank, answer in enumerate(answers) if not answer.exists()]
         if missing:
-            raise Failed(f"rank {missing[0]} ended without an answer: see {log.name}")
+            raise Failed(f"rank {missing[0]} ended without an answer: see build/memory")
         return [json.loads(answer.read_text()) for answer in answers]
 
 
