@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -136,9 +137,24 @@ def by_hand(stages: Stages) -> Callable[[], Tensor]:
 
 
 def ours(
-    stages: Stages, *, ranks: int, transport: str, schedule: str = "1f1b", observed: bool = False
+    stages: Stages,
+    *,
+    ranks: int,
+    transport: str,
+    schedule: str = "1f1b",
+    observed: bool = False,
+    in_threads: bool = False,
 ) -> Callable[[], Tensor]:
-    """A pipeline; with an observer it keeps all events of a step."""
+    """A pipeline; with an observer it keeps all events of a step.
+
+    Args:
+        stages: Of the model.
+        ranks: How many play it.
+        transport: What carries packets.
+        schedule: Its name.
+        observed: Whether there is an observer.
+        in_threads: Whether it never takes turns, however small its stages are.
+    """
     x, y = batch()
     recorder = Recorder() if observed else None
     pipe = sl.Pipeline(
@@ -151,6 +167,8 @@ def ours(
         transport=transport,
         observer=recorder,
     )
+    if in_threads:
+        vars(pipe._engine.runner)["_takes_turns"] = False
 
     def step() -> Tensor:
         if recorder is not None:
@@ -185,10 +203,8 @@ def loops(stages: Stages) -> list[Contestant]:
     ]
 
 
-def alone(
-    name: str, stages: Stages, kinds: int = 2, *, schedule: str = "1f1b", observed: bool = False
-) -> Contestant:
-    build = partial(ours, ranks=1, transport="memory", schedule=schedule, observed=observed)
+def alone(name: str, stages: Stages, kinds: int = 2, **options: Any) -> Contestant:
+    build = partial(ours, ranks=1, transport="memory", **options)
     return Contestant(f"{name}, {stages}", stages, 1, 1, build, kinds)
 
 
@@ -197,12 +213,16 @@ EVERYBODY = [
     *loops(FOUR),
     alone("one rank", FOUR),
     alone("one rank again (A/A)", FOUR),
-    alone("one rank, events kept", FOUR, observed=True),
-    alone("one rank, zb-h1", FOUR, 3, schedule="zb-h1"),
+    alone("one rank in a thread", FOUR, in_threads=True),
+    alone("one rank in a thread, events kept", FOUR, observed=True),
+    alone("one rank in a thread, zb-h1", FOUR, 3, schedule="zb-h1", in_threads=True),
     *loops(MINE),
     alone("one rank", MINE),
     *loops(TWO),
-    Contestant("two threads", TWO, 1, 2, partial(ours, ranks=2, transport="memory")),
+    Contestant("two ranks, in turn", TWO, 1, 2, partial(ours, ranks=2, transport="memory")),
+    Contestant(
+        "two threads", TWO, 1, 2, partial(ours, ranks=2, transport="memory", in_threads=True)
+    ),
     *(
         Contestant(name, TWO, 2, 2, partial(ours, ranks=2, transport=transport))
         for name, transport in (

@@ -7,18 +7,15 @@ way per microbatch.
 
 from __future__ import annotations
 
-import random
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import stageline as sl
+from benchmarks.scaling.turns import race, steps
 from benchmarks.tools.pages import table
-from benchmarks.tools.ranks import Ranks
 from stageline.testing import plain_step
 from stageline.torch_private import applier
 
@@ -87,16 +84,16 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return (output * target).mean()
 
 
-_steps: dict[str, Callable[[], object]] = {}  # in each process, and their pipelines
 _pipes: dict[str, sl.Pipeline] = {}
 
 
-def prepare(rank: int, transport: str, num_bytes: int) -> None:
+def prepare(rank: int, transport: str, size: str) -> None:
     """Build a step in this process; its loss and its gradient must be the plain model's.
 
     Raises:
         AssertionError: They are not.
     """
+    num_bytes = SIZES[size]
     if transport in _pipes:
         _pipes.pop(transport).close()
     if rank and transport == "memory":
@@ -114,38 +111,12 @@ def prepare(rank: int, transport: str, num_bytes: int) -> None:
     torch.testing.assert_close(pipe.step(x, target=x).loss, wanted.loss)
     for parameter in pipe.parameters():
         torch.testing.assert_close(parameter.grad, next(plain.parameters()).grad)
-    _steps[transport] = lambda: pipe.step(x, target=x)
-
-
-def turn(rank: int, transport: str, steps: int) -> float:
-    """Return the seconds of a step."""
-    step = _steps.get(transport)
-    if step is None:
-        return 0.0
-    step()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    return (time.perf_counter() - start) / steps
+    steps[transport] = lambda: pipe.step(x, target=x)
 
 
 def run(sizes: Sequence[str], rounds: int) -> dict[str, dict[str, float]]:
     """Return the median seconds of a step by size and transport."""
-    found: dict[str, dict[str, float]] = {}
-    shuffle = random.Random(0)
-    names = list(TRANSPORTS)
-    with Ranks(2) as ranks:
-        for size in sizes:
-            many = {}
-            for name in names:
-                ranks.run(prepare, name, SIZES[size])
-                many[name] = max(1, round(SECONDS / ranks.run(turn, name, 1)[0]))
-            times: dict[str, list[float]] = {name: [] for name in names}
-            for _ in range(rounds):
-                for name in shuffle.sample(names, len(names)):
-                    times[name].append(ranks.run(turn, name, many[name])[0])
-            found[size] = {name: statistics.median(each) for name, each in times.items()}
-    return found
+    return race(prepare, list(TRANSPORTS), sizes, rounds=rounds, seconds=SECONDS)
 
 
 def text(found: dict[str, dict[str, float]]) -> str:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stageline as sl
+from benchmarks.scaling.turns import race, steps
 from benchmarks.tools.pages import table
-from benchmarks.tools.ranks import Ranks
 from stageline.testing import plain_step
 
 COUNTS = (8, 16, 32, 64, 128, 256, 512)
@@ -22,8 +19,7 @@ NAMES = ("plain", "memory", "shared-memory", "process-group")
 HEADS = ("plain", "threads", "shared memory", "gloo")
 SECONDS = 0.2  # of a turn; at least one step
 
-_steps: dict[str, Callable[[], object]] = {}  # in each process, and their pipelines
-_pipes: dict[str, sl.Pipeline] = {}
+_pipes: dict[str, sl.Pipeline] = {}  # in each process
 
 
 def model() -> nn.Sequential:
@@ -45,7 +41,7 @@ def prepare(rank: int, name: str, count: int) -> None:
     torch.manual_seed(1)
     x, y = torch.randn(2, ROWS * count, WIDTH)
     if name == "plain":
-        _steps[name] = _loop(model(), x, y, count)
+        steps[name] = _loop(model(), x, y, count)
         return
     wanted = plain_step(model(), x, target=y, num_microbatches=count, loss_fn=F.mse_loss)
     pipe = _pipes[name] = sl.Pipeline(
@@ -56,7 +52,7 @@ def prepare(rank: int, name: str, count: int) -> None:
         transport=name,
     )
     torch.testing.assert_close(pipe.step(x, target=y).loss, wanted.loss)
-    _steps[name] = lambda: pipe.step(x, target=y)
+    steps[name] = lambda: pipe.step(x, target=y)
 
 
 def _loop(whole: nn.Module, x: Tensor, y: Tensor, count: int) -> Callable[[], None]:
@@ -69,34 +65,9 @@ def _loop(whole: nn.Module, x: Tensor, y: Tensor, count: int) -> Callable[[], No
     return step
 
 
-def turn(rank: int, name: str, steps: int) -> float:
-    """Return the seconds of a step."""
-    step = _steps.get(name)
-    if step is None:
-        return 0.0
-    step()
-    start = time.perf_counter()
-    for _ in range(steps):
-        step()
-    return (time.perf_counter() - start) / steps
-
-
 def run(counts: Sequence[int], rounds: int) -> dict[int, dict[str, float]]:
     """Return the median seconds of a step by number of microbatches and name."""
-    found: dict[int, dict[str, float]] = {}
-    shuffle = random.Random(0)
-    with Ranks(2) as ranks:
-        for count in counts:
-            many = {}
-            for name in NAMES:
-                ranks.run(prepare, name, count)
-                many[name] = max(1, round(SECONDS / ranks.run(turn, name, 1)[0]))
-            times: dict[str, list[float]] = {name: [] for name in NAMES}
-            for _ in range(rounds):
-                for name in shuffle.sample(NAMES, len(NAMES)):
-                    times[name].append(ranks.run(turn, name, many[name])[0])
-            found[count] = {name: statistics.median(each) for name, each in times.items()}
-    return found
+    return race(prepare, NAMES, counts, rounds=rounds, seconds=SECONDS)
 
 
 def fixed_and_each(seconds: dict[int, float]) -> tuple[float, float]:

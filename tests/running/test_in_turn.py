@@ -250,7 +250,8 @@ def test_an_order_of_its_own_is_kept(watch: Watch) -> None:
 
 
 def test_both_ways_are_tried(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_turn, "LONGEST", 60.0)  # however slow the machine is
+    monkeypatch.setattr(in_turn, "LONGEST", 60.0)  # however slow the machine is,
+    monkeypatch.setattr(in_turn, "HOPELESS", 1e9)  # and whatever else it does in between
     x, y = batch()
     pipe = pipeline(net())
     for _ in range(1 + WARM_UP + TRIALS):  # in the first one graphs are looked at
@@ -268,7 +269,7 @@ def test_large_stages_never_try_turns() -> None:
         tempo.note(LONGEST * 10, in_turn=False)
 
 
-def test_turns_that_are_far_slower_are_taken_once() -> None:
+def test_turns_that_are_far_slower_are_taken_twice() -> None:
     """With many ranks a turn may take many times as long as a step in threads."""
     tempo = Tempo(num_actions=100, num_ranks=2)
     seconds = {True: 9e-3, False: 2e-3}
@@ -276,7 +277,7 @@ def test_turns_that_are_far_slower_are_taken_once() -> None:
     for _ in range(2 * AGAIN):
         tried.append(tempo.prefers_turns)
         tempo.note(seconds[tried[-1]], in_turn=tried[-1])
-    assert tried.count(True) == 1
+    assert tried.count(True) == 2
 
 
 def test_the_slower_way_gets_another_chance() -> None:
