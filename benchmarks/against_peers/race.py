@@ -12,7 +12,6 @@ import math
 import os
 import random
 import select
-import socket
 import statistics
 import sys
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import stageline as sl
+from benchmarks.tools.world import free_port, world
 from environments import python_of
 from lineup import LIMIT, Entry
 from models import Case
@@ -43,14 +43,14 @@ class Group:
 
     def __init__(self, entry: Entry, case: Case, nursery: Nursery, log: Path) -> None:
         self.entry, self.case = entry, case
-        port = _free_port()
+        port = free_port()
         self._children: list[Child] = []
         for rank in range(entry.processes):
             request = {
                 "kind": entry.kind,
                 "case": case.letter,
                 "options": dict(entry.options),
-                "environment": _world(rank, entry.processes, port),
+                "environment": world(rank, entry.processes, port),
             }
             try:
                 child = nursery.start(request, log / f"{entry.kind}-{rank}.txt")
@@ -137,26 +137,6 @@ def _environment(entry: Entry, python: Path) -> dict[str, str]:
         environment["TORCH_EXTENSIONS_DIR"] = str(python.parents[1] / "extensions")
         environment["DS_ACCELERATOR"] = "cpu"
     return environment
-
-
-def _world(rank: int, size: int, port: int) -> dict[str, str]:
-    """Return the variables that torchrun would set; without it, nobody looks after processes."""
-    if size == 1:
-        return {}
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def race(case: Case, entries: Iterable[Entry], rounds: int, nurseries: Nurseries) -> Outcome:

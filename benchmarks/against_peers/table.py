@@ -7,8 +7,8 @@ import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from benchmarks.tools.pages import processor
 from lineup import AGAIN, LIMIT, OURS, PLAIN, TORCH
 from results import Outcome
 
@@ -98,16 +98,5 @@ def setting(outcomes: Sequence[Outcome]) -> str:
     days = " and ".join(sorted({outcome.day for outcome in outcomes}))
     return (
         f"{days}; {named}, Python {platform.python_version()}; {os.cpu_count()} cores of "
-        f"{_processor()}, {platform.system()}."
+        f"{processor()}, {platform.system()}."
     )
-
-
-def _processor() -> str:
-    try:
-        described = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.split(":", 1)[1] for line in described if line.startswith("model name")]
-    if not names:
-        return platform.machine()
-    return " ".join(names[0].replace("(R)", "").replace("(TM)", "").split())

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import stageline as sl
 from benchmarks.memory.held import Moment, Trace
-from benchmarks.memory.processes import free_port, world
+from benchmarks.tools.world import free_port, world
 from stageline.observing import measure_memory
 from stageline.observing.memory import costs_of
 from stageline.scheduling import Action, Kind

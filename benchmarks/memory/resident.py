@@ -23,7 +23,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.memory.held import Trace
-from benchmarks.memory.processes import free_port, world
+from benchmarks.tools.world import free_port, world
 from models import CHECKED, Case, stack, vectors
 from plain import reference
 

@@ -50,16 +50,21 @@ class Setting:
     def __str__(self) -> str:
         return (
             f"**Setting.** {date.today()}; torch {torch.__version__}, Python "
-            f"{platform.python_version()}; {os.cpu_count()} cores of {_processor()}, "
+            f"{platform.python_version()}; {os.cpu_count()} cores of {processor()}, "
             f"{platform.system()}; one intra-op thread per rank; load {self._load:.1f} before "
             f"the run and {os.getloadavg()[0]:.1f} at its end, itself included."
         )
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return what the processor calls itself."""
     try:
         described = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.machine()
     names = [line.split(":", 1)[1] for line in described if line.startswith("model name")]
-    return " ".join(names[0].replace("(R)", "").split()) if names else platform.machine()
+    return (
+        " ".join(names[0].replace("(R)", "").replace("(TM)", "").split())
+        if names
+        else platform.machine()
+    )
