@@ -1,6 +1,7 @@
 """Which modules may draw random numbers: all but those of torch that are known not to.
 
-A class of the user's own may promise the same: ``draws_nothing = True`` in its body.
+Code of the user's own is read (reading.py). Where that is not enough, a class may promise the same:
+``draws_nothing = True`` in its body.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from stageline.capturing.streams.functions import DRAWING
+from stageline.running.streams.reading import forward_draws_nothing, function_draws_nothing
 
 # Modules of torch.nn whose forward draws nothing. Their children answer for themselves.
 _QUIET = """
@@ -136,21 +138,28 @@ def _is_unknown(module: nn.Module) -> bool:
     if type(module).__name__ in WRAPPERS:
         return False  # what they are around is looked at
     has_hooks = any(getattr(module, hooks) for hooks in _HOOKS)
-    promises = getattr(type(module), PROMISE, False) is True
-    is_known = promises or type(module) in _NEVER or type(module) in _SOMETIMES
-    return has_hooks or not is_known or "forward" in vars(module)
+    if has_hooks or "forward" in vars(module):
+        return True
+    if getattr(type(module), PROMISE, False) is True:
+        return False
+    is_known = type(module) in _NEVER or type(module) in _SOMETIMES
+    return not is_known and not forward_draws_nothing(module)
 
 
 def function_may_draw(function: Callable[..., Any] | None) -> bool:
-    """Whether a function, or a module used as one, may draw: all but torch's own may.
+    """Whether a function, or a module used as one, may draw.
 
     Example:
-        >>> function_may_draw(F.cross_entropy), function_may_draw(lambda x, y: x)
-        (False, True)
+        >>> function_may_draw(F.cross_entropy), function_may_draw(lambda x, y: x.sum())
+        (False, False)
+        >>> function_may_draw(lambda x, y: F.dropout(x).sum())
+        True
     """
     if function is None:
         return False
     if isinstance(function, nn.Module):
         return Candidates.among(function.modules()).may_draw()
     known: Any = getattr(F, getattr(function, "__name__", ""), None)
-    return known is not function or known in DRAWING
+    if known is function:
+        return known in DRAWING
+    return not function_draws_nothing(function)
