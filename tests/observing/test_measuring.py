@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import stageline as sl
 from stageline.observing import StageMemory, measure_memory
-from stageline.observing.bench import _boundary
+from stageline.observing.bench import _boundary, _surely
 from stageline.observing.progress import Progress
 from stageline.observing.shares import Samples
 from stageline.partitioning.costs import BoundaryCosts
@@ -161,6 +161,13 @@ def test_a_boundary_is_what_blocks_together_save() -> None:
     found = _boundary({together: range(1, 4)}, samples, memories, scale=2.0)
     assert found == BoundaryCosts(6, 6, 6, 6)
     assert _boundary({}, samples, memories, scale=1.0) == BoundaryCosts()
+
+
+def test_what_is_not_sure_of_a_boundary_is_not_taken_off() -> None:
+    """A boundary that was measured too large made stages of many blocks seem too fast."""
+    steady, scattered = [100] * 9, [0, 200, 100, 20, 180, 60, 140, 100, 100]
+    assert _surely(steady) == 100
+    assert 60 < _surely(scattered) < 80  # their median deviation is 40
 
 
 def test_the_loss_counts_to_the_last_block() -> None:

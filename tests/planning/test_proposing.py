@@ -90,6 +90,18 @@ def test_the_copies_of_a_rank_add_up_their_gradients_around_a_ring() -> None:
     assert predicted.seconds == pytest.approx(alone.seconds + 90e-9)
 
 
+def test_ranks_agree_once_a_step() -> None:
+    """Short steps were predicted too fast: that a step begins and is over takes a millisecond."""
+    slow = replace(SLOW, agreement=7e-9)
+    without = propose(layers(8), ranks=2, batch_size=4, device=SLOW, schedules=NAMES)
+    found = propose(layers(8), ranks=2, batch_size=4, device=slow, schedules=NAMES)
+    assert found.best.predicted.T == without.best.predicted.T
+    assert found.best.predicted.seconds == pytest.approx(without.best.predicted.seconds + 7e-9)
+    assert "to agree that the step begins and is over" in found.best.explain()
+    assert "agree" not in without.best.explain()
+    assert len(found.losses) == len(without.losses)
+
+
 @pytest.mark.parametrize("limit", [700, 900, 1500])
 def test_no_proposal_is_above_the_limit_and_no_loser_was_below(limit: int) -> None:
     costs = uneven(7, seed=5)

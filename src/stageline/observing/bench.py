@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -40,6 +41,10 @@ from stageline.running.recordings import Recordings
 from stageline.running.streams.calls import StageStreams, Streams
 from stageline.torch_private import tree_flatten
 from stageline.wording import from_to
+
+# Of normal errors: 1.48 median deviations are one standard deviation, and a median is 1.25 times as
+# uncertain as an average.
+_ERROR_OF_MEDIAN = 1.48 * 1.25
 
 
 @dataclass(frozen=True)
@@ -277,8 +282,8 @@ def _boundary(
 ) -> BoundaryCosts:
     """Return what a boundary takes: by how much blocks together are faster than one by one.
 
-    That is small beside what they take. So times are compared that were taken one after the other,
-    and the median of the differences counts.
+    That is small beside what they take. So times are compared that were taken one after the other;
+    of the differences the median counts, less its error: what is not sure is not taken off.
     """
     gains: dict[str, list[float]] = {name: [] for name in TIMES}
     for index, span in together.items():
@@ -290,8 +295,15 @@ def _boundary(
             gains[name] += [
                 (total - time) / (len(span) - 1) for total, time in zip(sums, times, strict=True)
             ]
-    medians = {name: statistics.median(found or [0]) for name, found in gains.items()}
-    return BoundaryCosts(**{name: max(0, round(scale * medians[name])) for name in TIMES})
+    sure = {name: _surely(found or [0]) for name, found in gains.items()}
+    return BoundaryCosts(**{name: max(0, round(scale * sure[name])) for name in TIMES})
+
+
+def _surely(found: Sequence[float]) -> float:
+    """Return the median, less its standard error as far as the median deviation tells it."""
+    middle = statistics.median(found)
+    deviation = statistics.median(abs(each - middle) for each in found)
+    return middle - _ERROR_OF_MEDIAN * deviation / math.sqrt(len(found))
 
 
 def _series(samples: Samples, index: int, *, is_split: bool) -> dict[str, list[int]]:

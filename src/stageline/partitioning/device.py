@@ -6,6 +6,7 @@ bandwidth = 2.04e12             # bytes per second, of its memory
 overhead = 5e-6                 # seconds to start one operation
 efficiency = 0.5                # the share of the figures below that products reach
 ranks_per_host = 8
+agreement = 1e-3                # seconds of a step until all know that it begins, and is over
 
 [flops]                         # operations per second
 float32 = 19.5e12
@@ -88,6 +89,7 @@ class Device:
         link: Between ranks of one host.
         network: Between hosts; as the link if None.
         ranks_per_host: How many ranks a host has; None for all.
+        agreement: Seconds of a step in which ranks agree that it begins, and that it is over.
     """
 
     name: str
@@ -99,6 +101,7 @@ class Device:
     link: Link = Link()
     network: Link | None = None
     ranks_per_host: int | None = None
+    agreement: float = 0.0
 
     def __str__(self) -> str:
         speeds = ", ".join(f"{dtype} {speed / 1e12:.3g}" for dtype, speed in self.flops.items())
@@ -162,7 +165,7 @@ class Device:
 
 _LINKS = ("link", "network")
 _POSITIVE = ("bandwidth", "efficiency")
-_AT_LEAST_ZERO = ("overhead", "latency", "handling")
+_AT_LEAST_ZERO = ("overhead", "latency", "handling", "agreement")
 
 
 def _faults(entries: Mapping[str, Any]) -> list[str]:
@@ -238,8 +241,15 @@ def _gpu(name: str, memory: int, bandwidth: float, link: float, **flops: float) 
 
 
 _KNOWN = {
-    # What balance goes by where nothing else is said: one core, and a hop through shared memory.
-    "cpu": Device("a nominal CPU core", {"float32": 50e9}, 10e9, link=Link(30e-6, 10e9, 80e-6)),
+    # What balance goes by where nothing else is said: one core, and a hop through shared memory to
+    # a process that sleeps until then.
+    "cpu": Device(
+        name="a nominal CPU core",
+        flops={"float32": 50e9},
+        bandwidth=10e9,
+        link=Link(latency=60e-6, bandwidth=10e9, handling=80e-6),
+        agreement=1.2e-3,
+    ),
     "V100": _gpu("V100 32GB", 32, 900, 150, float32=15.7, float16=125),
     "A100": _gpu("A100 80GB", 80, 2039, 300, float32=19.5, bfloat16=312, float16=312),
     "H100": _gpu("H100 80GB", 80, 3350, 450, float32=67, bfloat16=989, float16=989),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from stageline.partitioning.blocks import COPIES_OF_PARAMETERS
@@ -59,10 +60,15 @@ class Evaluator:
         neighbour = self._device.between(0, candidate.num_ranks)
         return 2 * (copies - 1) * neighbour.time(-(-parameter_bytes // copies))
 
-    def least_reduction(self, candidate: Candidate) -> int:
-        """Return the same for the fullest rank, however the model is cut."""
+    @property
+    def agreement(self) -> float:
+        """The seconds in which ranks agree that a step begins, and that it is over."""
+        return 0.0 if self._device is None else self._device.agreement
+
+    def least_beyond(self, candidate: Candidate) -> float:
+        """Return the seconds of a step beyond its actions, at least, however the model is cut."""
         whole = self.cutter(candidate.rows).fixed_bytes // COPIES_OF_PARAMETERS
-        return self.reduction(candidate, whole // candidate.num_ranks)
+        return self.reduction(candidate, whole // candidate.num_ranks) / 1e9 + self.agreement
 
     def needs(self, candidate: Candidate, sizes: Sequence[int], schedule: Schedule) -> list[int]:
         """Return the bytes that each rank needs."""
@@ -89,7 +95,9 @@ class Evaluator:
         fixed = self._parameters(candidate, sizes)
         reduction = self.reduction(candidate, max(fixed))
         kept = [size * COPIES_OF_PARAMETERS for size in fixed]
-        return _prediction(simulation, reduction, kept, self.metric)
+        found = _prediction(simulation, reduction, kept, self.metric)
+        seconds = found.seconds + self.agreement
+        return replace(found, seconds=seconds, agreement=self.agreement)
 
 
 def _prediction(

@@ -31,6 +31,7 @@ class Prediction:
         reduction: Seconds in which copies of the pipeline add up their gradients.
         parameter_bytes: What each rank keeps of parameters, with gradients and optimizer.
         activation_bytes: What each rank holds of activations at most.
+        agreement: Seconds in which the ranks agree that the step begins, and that it is over.
     """
 
     seconds: float
@@ -41,6 +42,7 @@ class Prediction:
     reduction: float
     parameter_bytes: tuple[int, ...]
     activation_bytes: tuple[int, ...]
+    agreement: float = 0.0
 
     @property
     def memory(self) -> tuple[int, ...]:
@@ -168,6 +170,10 @@ class Proposal:
             lines.append(
                 f"{milliseconds(predicted.reduction)} ms to add up the gradients of "
                 f"{self.data_parallel} copies"
+            )
+        if predicted.agreement:
+            lines.append(
+                f"{milliseconds(predicted.agreement)} ms to agree that the step begins and is over"
             )
         lines += [
             f"{milliseconds(predicted.seconds)} ms in all, bubble {100 * predicted.bubble:.1f} %",

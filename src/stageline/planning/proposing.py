@@ -146,7 +146,7 @@ class _Search:
         """Return the seconds of a step at least, however the model is cut."""
         cutter = self.evaluator.cutter(candidate.rows)
         time = least_share(cutter.total, cutter.largest, candidate)
-        return (time + self.evaluator.least_reduction(candidate)) / 1e9
+        return time / 1e9 + self.evaluator.least_beyond(candidate)
 
     def _to_beat(self, method: Method) -> float:
         """Return the seconds that a candidate must stay below to matter."""
@@ -192,7 +192,7 @@ class _Search:
     def _least_cut(self, candidate: Candidate, sizes: Sequence[int]) -> float:
         costs = self.evaluator.simulated(candidate, sizes)
         time = least_time(candidate, costs, self.evaluator.metric)
-        return (time + self.evaluator.least_reduction(candidate)) / 1e9
+        return time / 1e9 + self.evaluator.least_beyond(candidate)
 
     def _cut_for_memory(self, candidate: Candidate) -> Sequence[int]:
         assert self.limit is not None

@@ -90,7 +90,8 @@ class Refiner:
             most = f"{actions:,} actions, at most {SEARCHED_ACTIONS:,}"
             return Loss(candidate, reason=f"not searched: {most}")
         costs = self.evaluator.simulated(candidate, best.sizes)
-        least = least_time(candidate, costs, self.evaluator.metric) / 1e9 + best.predicted.reduction
+        beyond = best.predicted.reduction + best.predicted.agreement
+        least = least_time(candidate, costs, self.evaluator.metric) / 1e9 + beyond
         if least > (1 - _WORTH) * best.predicted.seconds:
             return Loss(candidate, reason=f"nothing can be faster than {best.method} with its cuts")
         rooms = None
