@@ -33,8 +33,8 @@ KEPT = 4
 """The fastest of so many latest calls is compared: what else ran on the machine only slows down."""
 
 AGAIN = 256
-"""After so many calls, and after 16, 32, 64 and 128, the slower one is timed once more: the machine
-may have been busy."""
+"""After so many calls, and after 16, 32, 64 and 128, the slower one is timed anew: the machine may
+have been busy."""
 
 LONGEST = 1e-3
 """Seconds per action, above which nobody has to try: threads pay from 0.3 ms on, and later where
@@ -65,6 +65,8 @@ class Tempo:
     def __init__(self, num_actions: int, num_ranks: int) -> None:
         self._longest = LONGEST * num_actions / num_ranks
         self._calls = 0
+        self._tried = False
+        self._left = 0  # calls until what is tried again has been timed
         self._recent: dict[bool, deque[float]] = {
             each: deque(maxlen=KEPT) for each in (True, False)
         }
@@ -72,22 +74,32 @@ class Tempo:
     @property
     def prefers_turns(self) -> bool:
         """Whether the next call should run in turn."""
+        if self._left:
+            return self._tried
         turns, threads = self._recent[True], self._recent[False]
         if len(threads) < TRIALS or min(threads) > self._longest:
             return False
         if len(turns) > 1 and min(turns) > HOPELESS * min(threads):
             return False
-        if len(turns) < TRIALS:
-            return True
-        is_faster = min(turns) < min(threads)
-        tries_again = self._calls >= 16 and 0 in (AGAIN % self._calls, self._calls % AGAIN)
-        return is_faster is not tries_again
+        return len(turns) < TRIALS or min(turns) < min(threads)
 
     def note(self, seconds: float, *, in_turn: bool) -> None:
         """Take down how long a call took."""
         self._calls += 1
-        if self._calls > WARM_UP:
+        if self._left == WARM_UP + TRIALS:  # the first of those that are tried again
+            self._recent[in_turn].clear()
+        elif self._calls > WARM_UP:
             self._recent[in_turn].append(seconds)
+        if self._left:
+            self._left -= 1
+        elif self._calls >= 16 and 0 in (AGAIN % self._calls, self._calls % AGAIN):
+            self._try_again()
+
+    def _try_again(self) -> None:
+        """Time what is not used, as often as at first; one call alone would not be warm."""
+        if len(self._recent[True]) >= TRIALS:  # else turns were out of the question
+            self._tried = not self.prefers_turns
+            self._left = WARM_UP + TRIALS
 
 
 def can_run_in_turn(state: StepState) -> bool:
