@@ -96,3 +96,12 @@ def test_processes_of_one_host_divide_its_cores(
         monkeypatch.setenv("LOCAL_WORLD_SIZE", neighbours)
     torch.set_num_threads(allowed)
     assert cores.share_of_cores() == each
+
+
+@pytest.mark.parametrize(("ranks", "looks_long"), [(1, True), (2, True), (3, False), (8, False)])
+def test_only_who_has_a_core_to_himself_looks_for_long(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, looks_long: bool
+) -> None:
+    monkeypatch.setattr(cores, "_num_cores", lambda: 2)
+    assert (cores.looks_before_sleep(ranks) > 100) is looks_long
+    assert cores.looks_before_sleep(ranks) > 0

@@ -24,6 +24,7 @@ from stageline import log
 from stageline.errors import PeerError, PipeError
 from stageline.running.boundary import Packet
 from stageline.running.control.member import Member, Slowness
+from stageline.running.cores import looks_before_sleep
 from stageline.running.transports.base import (
     Aborted,
     Edge,
@@ -39,7 +40,6 @@ _RECORD = struct.Struct("<iiiciIIQQ")
 _FREED = struct.Struct("<I")
 _MOST_SLABS = 128  # per channel: each is an open file until the receiver has mapped it
 _ALL = 1 << 16  # bytes: more than a pipe holds
-_LOOKS = 5  # before falling asleep; a packet is often only microseconds away
 _SLICE = 0.05  # seconds
 _GRACE = 2.0  # seconds in which the control plane says why a peer is gone
 
@@ -312,6 +312,7 @@ class _Incoming:
         self._slabs = {0: _mapped(slab, size)}
         self._arrived: dict[tuple[Any, ...], Packet] = {}
         self._pieces: bytearray | None = None
+        self._looks = looks_before_sleep(member.num_ranks)
         os.set_blocking(self.file, False)
         self._poll = select.poll()
         self._poll.register(self.file, select.POLLIN)
@@ -321,7 +322,7 @@ class _Incoming:
         """Return the packet of an edge; others that come before are kept."""
         wanted = (epoch, edge.source, edge.target, edge.letter.encode(), edge.microbatch)
         slow: Slowness | None = None
-        looks = _LOOKS
+        looks = self._looks
         while wanted not in self._arrived:
             if self._member.failure is not None:
                 raise Aborted
