@@ -53,15 +53,13 @@ def short() -> list[Entry]:
 
 def full(case: Case) -> list[Entry]:
     """Return everybody."""
-    each = len(case.cuts[max(case.cuts)])  # a stage per call, where a block is called again
-    most = {"stages": each} if case.each else {}
     return [
         Entry(PLAIN, "plain", processes=1),
         Entry("plain, two threads", "plain", processes=1, threads=2),
-        Entry(OURS, "ours", most),
-        Entry(AGAIN, "ours", most),
+        Entry(OURS, "ours"),
+        Entry(AGAIN, "ours"),
         *_ours_more(case),
-        Entry("stageline threads, 1f1b", "ours", most, processes=1),
+        Entry("stageline threads, 1f1b", "ours", processes=1),
         Entry("stageline threads, zb-h1", "ours", {"schedule": "zb-h1"}, processes=1),
         *_torch(case),
         Entry("fairscale Pipe", "fairscale_pipe", processes=1, environment="fairscale"),
@@ -79,7 +77,8 @@ def _ours_more(case: Case) -> list[Entry]:
         for name, stages in names.items()
     ]
     if case.each:
-        entries.insert(0, Entry("stageline processes, 1f1b, two stages", "ours", {"stages": 2}))
+        name = "stageline processes, 1f1b, a stage per call"
+        entries.insert(0, Entry(name, "ours", {"stages": looped}))
     return entries
 
 
