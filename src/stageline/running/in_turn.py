@@ -32,9 +32,12 @@ TRIALS = 3
 KEPT = 4
 """The fastest of so many latest calls is compared: what else ran on the machine only slows down."""
 
-AGAIN = 256
-"""After so many calls, and after 16, 32, 64 and 128, the slower one is timed anew: the machine may
-have been busy."""
+AGAIN = 1024
+"""After so many calls, and after 16, 64 and 256, the slower one is timed anew: the machine may have
+been busy."""
+
+CLEARLY = 1.3
+"""How much slower its first time must be that it is not timed further."""
 
 LONGEST = 1e-3
 """Seconds per action, above which nobody has to try: threads pay from 0.3 ms on, and later where
@@ -65,6 +68,7 @@ class Tempo:
     def __init__(self, num_actions: int, num_ranks: int) -> None:
         self._longest = LONGEST * num_actions / num_ranks
         self._calls = 0
+        self._has_tried_both = False
         self._tried = False
         self._left = 0  # calls until what is tried again has been timed
         self._recent: dict[bool, deque[float]] = {
@@ -77,11 +81,11 @@ class Tempo:
         if self._left:
             return self._tried
         turns, threads = self._recent[True], self._recent[False]
+        if self._has_tried_both:
+            return min(turns) < min(threads)
         if len(threads) < TRIALS or min(threads) > self._longest:
             return False
-        if len(turns) > 1 and min(turns) > HOPELESS * min(threads):
-            return False
-        return len(turns) < TRIALS or min(turns) < min(threads)
+        return len(turns) < 2 or min(turns) <= HOPELESS * min(threads)
 
     def note(self, seconds: float, *, in_turn: bool) -> None:
         """Take down how long a call took."""
@@ -90,14 +94,17 @@ class Tempo:
             self._recent[in_turn].clear()
         elif self._calls > WARM_UP:
             self._recent[in_turn].append(seconds)
+            self._has_tried_both |= all(len(each) >= TRIALS for each in self._recent.values())
         if self._left:
-            self._left -= 1
-        elif self._calls >= 16 and 0 in (AGAIN % self._calls, self._calls % AGAIN):
+            tried, other = self._recent[in_turn], self._recent[not in_turn]
+            is_clear = bool(tried) and min(tried) > CLEARLY * min(other)
+            self._left = 0 if is_clear else self._left - 1
+        elif self._calls in (16, 64, 256) or self._calls % AGAIN == 0:
             self._try_again()
 
     def _try_again(self) -> None:
         """Time what is not used, as often as at first; one call alone would not be warm."""
-        if len(self._recent[True]) >= TRIALS:  # else turns were out of the question
+        if self._has_tried_both:  # else turns were out of the question
             self._tried = not self.prefers_turns
             self._left = WARM_UP + TRIALS
 
