@@ -59,13 +59,15 @@ class Recordings:
             return [self._chosen(batch, index, builds_graph) for index in range(batch.count)]
 
     def _chosen(self, batch: Microbatches, index: int, builds_graph: bool) -> Chosen:
-        leaves, spec = tree_flatten(batch.inputs(index))
+        flags = batch.inputs_with_gradient if builds_graph else []
+        args, kwargs = batch.inputs(index)
+        if self._is_first and not flags:  # by far the most common case
+            return Chosen(*self._staged.choose(args, kwargs))
+        leaves, spec = tree_flatten((args, kwargs))
         if not self._is_first and not self._is_whole(leaves):
             self._check(leaves)
             return Chosen(None, leaves)
-        flags = batch.inputs_with_gradient if builds_graph else []
         if not flags:
-            args, kwargs = batch.inputs(index)
             return Chosen(*self._staged.choose(args, kwargs))
         wanting = [
             leaf.detach().requires_grad_() if flag else leaf

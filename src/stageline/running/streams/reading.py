@@ -222,11 +222,10 @@ def _loads(each: dis.Instruction, name: str | None) -> bool:
 
 def _hides(each: dis.Instruction, name: str | None) -> bool:
     """Whether an instruction binds this local variable anew, or puts another one on top of it."""
-    if name is None:
+    if name is None or "_FAST" not in each.opname:
         return False
-    if type(each.argval) is tuple and "LOAD_FAST" in each.opname:
-        return name in each.argval[:-1]
-    return bool(each.opname.startswith("STORE_FAST") and each.argval == name)
+    touched = each.argval if type(each.argval) is tuple else (each.argval,)
+    return name in (touched[:-1] if "LOAD_FAST" in each.opname else touched)
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:

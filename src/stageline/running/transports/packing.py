@@ -28,7 +28,6 @@ _MOST_KINDS = 1024  # headers that are remembered; models with changing sizes ha
 Part = tuple[int, int, Any]
 """The bytes of a tensor: address, size, and whom they belong to."""
 
-_written: dict[Any, tuple[bytes, int]] = {}  # header, and bytes of the whole packet
 _read: dict[bytes, Kind] = {}
 
 
@@ -63,7 +62,7 @@ class Packed:
 
 def pack(packet: Packet, edge: Edge) -> Packed:
     """Return a packet as bytes in place; nothing is copied where tensors are dense."""
-    if len(packet.leaves) == 1 and packet.spec is None and _lies_plainly(packet.leaves[0]):
+    if len(packet.leaves) == 1 and packet.spec is None and wire.lies_plainly(packet.leaves[0]):
         return _pack_one(packet, packet.leaves[0], edge)  # by far the most common packet
     fields, tensors = wire.describe(packet, edge)
     parts = [(tensor.data_ptr(), tensor.numel(), tensor) for tensor in tensors]
@@ -75,28 +74,11 @@ def _size(header: bytes, parts: Sequence[Part]) -> int:
     return on_lines(len(header)) + sum(on_lines(size) for _, size, _ in parts)
 
 
-def _lies_plainly(leaf: Any) -> bool:
-    """Whether the memory of a tensor can be copied as it is."""
-    return (
-        type(leaf) is Tensor
-        and leaf.is_cpu
-        and leaf.layout is torch.strided
-        and leaf.is_contiguous()
-        and not (leaf.is_conj() or leaf.is_neg() or leaf.is_quantized)
-    )
-
-
 def _pack_one(packet: Packet, tensor: Tensor, edge: Edge) -> Packed:
-    address, num_bytes = tensor.data_ptr(), tensor.nbytes
-    parts = [(address, num_bytes, tensor)] if num_bytes else []
-    key = (tensor.dtype, tensor.shape, tensor.stride(), address % _LINE, *packet.differentiable)
-    known = _written.get(key)
-    if known is None:
-        header = json.dumps(wire.describe(packet, edge)[0]).encode()
-        known = (header, _size(header, parts))
-        if len(_written) < _MOST_KINDS:
-            _written[key] = known
-    return Packed(*known, parts)
+    num_bytes = tensor.nbytes
+    parts = [(tensor.data_ptr(), num_bytes, tensor)] if num_bytes else []
+    header = wire.text_of_one(packet, tensor, edge)
+    return Packed(header, on_lines(len(header)) + on_lines(num_bytes), parts)
 
 
 class Kind:
@@ -104,7 +86,7 @@ class Kind:
 
     def __init__(self, header: wire.Header) -> None:
         self._header = header
-        self._layouts = header.layouts()
+        self._layouts = header.layouts
         self._only: wire.Layout | None = None
         if header.spec is None and len(header.leaves) == 1 and _is_plain(self._layouts):
             self._only = self._layouts[0]
@@ -113,7 +95,7 @@ class Kind:
     def of(cls, header: bytes) -> Kind:
         known = _read.get(header)
         if known is None:
-            known = cls(wire.read(json.loads(header)))
+            known = cls(wire.read(header))
             if len(_read) < _MOST_KINDS:
                 _read[header] = known
         return known

@@ -316,23 +316,24 @@ class _ProcessGroupReceipt(Receipt):
         self._transport.finish(self._work, self._edge)
         missing = wire.missing_bytes(self._first)
         rest = self._body(torch.empty(missing, dtype=torch.uint8)) if missing else None
-        header = wire.decode(self._first, rest)
-        self._check(header)
-        if header.is_whole:
-            return header.packet(header.unpack_inline())
-        return header.packet([self._body(layout.empty_bytes()) for layout in header.layouts()])
+        first = wire.decode(self._first, rest)
+        self._check(first)
+        if first.is_whole:
+            return first.header.packet(first.tensors())
+        bodies = [self._body(layout.empty_bytes()) for layout in first.header.layouts]
+        return first.header.packet(bodies)
 
     def _body(self, buffer: Tensor) -> Tensor:
         work = self._transport.post(buffer, self._edge, self._body_tag)
         self._transport.finish(work, self._edge)
         return buffer
 
-    def _check(self, header: wire.Header) -> None:
-        if header.edge == tuple(self._edge) and header.epoch == self._epoch:
+    def _check(self, first: wire.First) -> None:
+        if first.edge == self._edge and first.epoch == self._epoch:
             return
         rank, peer = self._edge.target_rank, self._edge.source_rank
         raise PeerError(
             f"rank {rank} waited for edge {self._edge} of step {self._epoch}, but rank {peer} "
-            f"sent {Edge(*header.edge)} of step {header.epoch}: every rank must run the same "
+            f"sent {Edge(*first.edge)} of step {first.epoch}: every rank must run the same "
             "script with the same model, split, schedule and number of steps"
         )

@@ -2,8 +2,11 @@
 
     first message, always HEADER_BYTES long        then, where it did not fit in there
     ┌────────┬───────────────┬──────────────┐      ┌──────────────────┐ ┌────────┐ ┌────────┐
-    │ length │ JSON          │ small bytes  │      │ rest of the JSON │ │ tensor │ │ tensor │
+    │ label  │ JSON          │ small bytes  │      │ rest of the JSON │ │ tensor │ │ tensor │
     └────────┴───────────────┴──────────────┘      └──────────────────┘ └────────┘ └────────┘
+
+The label says which edge of which call this is. The JSON says what it consists of: packets of one
+kind have one, which is written and read once, then looked up.
 
 No pickle. dtype, strides and alignment travel too: a channels_last tensor that arrived contiguous,
 or a row that lost its alignment, would take another kernel and differ from the plain model in the
@@ -12,8 +15,10 @@ last bit.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -28,8 +33,11 @@ from stageline.running.boundary import Packet
 from stageline.running.transports.base import Edge
 
 HEADER_BYTES = 8192  # a body of its own costs another round trip; so many bytes cost a microsecond
-_LENGTH_BYTES = 4
+# Bytes of the JSON, epoch, edge: stages, letter, microbatch, ranks.
+_LABEL = struct.Struct("<Iiiiciii")
+_ROOM = HEADER_BYTES - _LABEL.size
 _ALIGNMENT = 64
+_MOST_KINDS = 1024  # that are remembered; models with changing sizes have many
 # Exactly these: a subclass (an IntEnum, a numpy float) would arrive as something else.
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -99,9 +107,7 @@ class Layout:
         for dim, size in enumerate(self.core):
             if size != tensor.shape[dim]:
                 core = core.narrow(dim, 0, size)
-        dense = core.permute(self.order).contiguous()
-        # Not reshape(-1): that may leave a stride of 0 where there is only one element.
-        return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+        return _as_bytes(core.permute(self.order).contiguous())
 
     def empty_bytes(self, count: int | None = None) -> Tensor:
         """Return a buffer for the bytes whose address has the sender's alignment."""
@@ -161,11 +167,50 @@ class Encoded:
     tensors: list[Tensor]
 
 
+_texts: dict[Any, bytes] = {}
+
+
 def encode(packet: Packet, edge: Edge, epoch: int) -> Encoded:
     """Turn a packet into bytes."""
-    fields, tensors = describe(packet, edge)
-    text = json.dumps({"edge": tuple(edge), "epoch": epoch, **fields}).encode()
-    return _arrange(text, tensors)
+    if len(packet.leaves) == 1 and packet.spec is None and lies_plainly(packet.leaves[0]):
+        only = packet.leaves[0]  # by far the most common packet
+        text = text_of_one(packet, only, edge)
+        tensors = [_as_bytes(only)] if only.numel() else []
+    else:
+        fields, tensors = describe(packet, edge)
+        text = json.dumps(fields).encode()
+    source, target, letter, *rest = edge
+    return _arrange(
+        _LABEL.pack(len(text), epoch, source, target, letter.encode(), *rest), text, tensors
+    )
+
+
+def lies_plainly(leaf: Any) -> bool:
+    """Whether the memory of a tensor can be copied as it is."""
+    return (
+        type(leaf) is Tensor
+        and leaf.is_cpu
+        and leaf.layout is torch.strided
+        and leaf.is_contiguous()
+        and not (leaf.is_conj() or leaf.is_neg() or leaf.is_quantized)
+    )
+
+
+def text_of_one(packet: Packet, tensor: Tensor, edge: Edge) -> bytes:
+    """Return the JSON of a packet of one tensor that lies plainly."""
+    alignment = tensor.data_ptr() % _ALIGNMENT
+    key = (tensor.dtype, tensor.shape, tensor.stride(), alignment, *packet.differentiable)
+    known = _texts.get(key)
+    if known is None:
+        known = json.dumps(describe(packet, edge)[0]).encode()
+        if len(_texts) < _MOST_KINDS:
+            _texts[key] = known
+    return known
+
+
+def _as_bytes(dense: Tensor) -> Tensor:
+    # Not reshape(-1): that may leave a stride of 0 where there is only one element.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def describe(packet: Packet, edge: Edge) -> tuple[dict[str, Any], list[Tensor]]:
@@ -231,52 +276,40 @@ def _load_spec(text: str) -> trees.TreeSpec:
     return trees.treespec_loads(text)
 
 
-def _arrange(text: bytes, tensors: list[Tensor]) -> Encoded:
-    room = HEADER_BYTES - _LENGTH_BYTES - len(text)
-    small = sum(tensor.numel() for tensor in tensors)
-    body = text
-    if small <= room:
-        body += b"".join(tensor.numpy().tobytes() for tensor in tensors)
-        tensors = []
+def _arrange(label: bytes, text: bytes, tensors: list[Tensor]) -> Encoded:
     first = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-    head = len(text).to_bytes(_LENGTH_BYTES, "little") + body[: HEADER_BYTES - _LENGTH_BYTES]
-    first[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    tail = body[HEADER_BYTES - _LENGTH_BYTES :]
+    address = first.data_ptr()
+    ctypes.memmove(address, label + text[:_ROOM], _LABEL.size + min(len(text), _ROOM))
+    if len(text) + sum(tensor.numel() for tensor in tensors) <= _ROOM:
+        address += _LABEL.size + len(text)
+        for tensor in tensors:
+            ctypes.memmove(address, tensor.data_ptr(), tensor.numel())
+            address += tensor.numel()
+        tensors = []
+    tail = text[_ROOM:]
     rest = torch.frombuffer(bytearray(tail), dtype=torch.uint8) if tail else None
     return Encoded(first, rest, tensors)
 
 
 @dataclass(frozen=True)
 class Header:
-    """What the first message says about a packet."""
+    """What the JSON says: how packets of one kind are rebuilt."""
 
-    edge: tuple[Any, ...]
-    epoch: int
     spec: trees.TreeSpec | None
     differentiable: list[bool]
     repeats: list[tuple[int, int]]
     overlaps: list[int]
     leaves: list[Any]  # a Layout where a tensor belongs
-    inline: bytes
 
+    @cached_property
     def layouts(self) -> list[Layout]:
-        """Return the layouts of the tensors that have bytes, in the order in which they travel."""
+        """The layouts of the tensors that have bytes, in the order in which they travel."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Layout) and leaf.num_bytes]
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the tensors came inside the header."""
-        return sum(layout.num_bytes for layout in self.layouts()) <= len(self.inline)
-
-    def unpack_inline(self) -> list[Tensor]:
-        buffers, start = [], 0
-        for layout in self.layouts():
-            buffer = layout.empty_bytes()
-            part = bytearray(self.inline[start : start + layout.num_bytes])
-            buffer.copy_(torch.frombuffer(part, dtype=torch.uint8))
-            buffers.append(buffer)
-            start += layout.num_bytes
-        return buffers
+    @cached_property
+    def num_bytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(layout.num_bytes for layout in self.layouts)
 
     def packet(self, buffers: Sequence[Tensor]) -> Packet:
         """Return the packet, its tensors on top of the received buffers."""
@@ -290,31 +323,66 @@ class Header:
         return Packet(leaves, self.spec, self.differentiable, self.repeats, self.overlaps)
 
 
+class First:
+    """The first message of a packet.
+
+    Attributes:
+        edge: Whose it is.
+        epoch: Of which call.
+        header: What it consists of.
+    """
+
+    def __init__(
+        self, edge: tuple[Any, ...], epoch: int, header: Header, message: Tensor, start: int
+    ) -> None:
+        self.edge = edge
+        self.epoch = epoch
+        self.header = header
+        self._message = message
+        self._start = start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the tensors came inside it."""
+        return self._start + self.header.num_bytes <= HEADER_BYTES
+
+    def tensors(self) -> list[Tensor]:
+        """Return the bytes of the tensors that came inside it."""
+        buffers, address = [], self._message.data_ptr() + self._start
+        for layout in self.header.layouts:
+            buffer = layout.empty_bytes()
+            ctypes.memmove(buffer.data_ptr(), address, layout.num_bytes)
+            buffers.append(buffer)
+            address += layout.num_bytes
+        return buffers
+
+
 def missing_bytes(first: Tensor) -> int:
-    """Return how many bytes of the header come in a second message."""
-    return max(0, _text_length(first) - (HEADER_BYTES - _LENGTH_BYTES))
+    """Return how many bytes of the JSON come in a second message."""
+    length: int = _label(first)[0]
+    return max(0, length - _ROOM)
 
 
-def _text_length(first: Tensor) -> int:
-    return int.from_bytes(first[:_LENGTH_BYTES].numpy().tobytes(), "little")
+def _label(first: Tensor) -> tuple[Any, ...]:
+    return _LABEL.unpack(ctypes.string_at(first.data_ptr(), _LABEL.size))
 
 
-def decode(first: Tensor, rest: Tensor | None) -> Header:
-    """Read a header."""
-    body = first[_LENGTH_BYTES:].numpy().tobytes()
+def decode(first: Tensor, rest: Tensor | None) -> First:
+    """Read a first message, and the rest of its JSON."""
+    length, epoch, source, target, letter, *others = _label(first)
+    text = ctypes.string_at(first.data_ptr() + _LABEL.size, min(length, _ROOM))
     if rest is not None:
-        body += rest.numpy().tobytes()
-    length = _text_length(first)
-    inline = b"" if rest is not None else body[length:]
-    return read(json.loads(body[:length]), inline)
+        text += rest.numpy().tobytes()
+    edge = (source, target, letter.decode(), *others)
+    return First(edge, epoch, read(text), first, _LABEL.size + length)
 
 
-def read(fields: dict[str, Any], inline: bytes = b"") -> Header:
+@lru_cache(maxsize=_MOST_KINDS)
+def read(text: bytes) -> Header:
     """Return what ``describe`` has said."""
+    fields = json.loads(text)
     spec = fields["spec"]
     return Header(
-        edge=tuple(fields.get("edge", ())),
-        epoch=fields.get("epoch", -1),
         spec=None if spec is None else _load_spec(spec),
         differentiable=fields["differentiable"],
         repeats=fields["repeats"],
@@ -323,5 +391,4 @@ def read(fields: dict[str, Any], inline: bytes = b"") -> Header:
             Layout.from_json(leaf["tensor"]) if "tensor" in leaf else leaf["value"]
             for leaf in fields["leaves"]
         ],
-        inline=inline,
     )
