@@ -152,9 +152,10 @@ def _refuse_hidden_tensors(leaf: Any) -> None:
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:
     """Return the place in the graph where a tensor's gradient enters."""
-    if tensor.grad_fn is None:  # a parameter that the stage returns as it is
+    node = tensor.grad_fn
+    if node is None:  # a parameter that the stage returns as it is
         return get_gradient_edge(tensor)
-    return GradientEdge(tensor.grad_fn, tensor.output_nr)
+    return GradientEdge(node, tensor.output_nr)
 
 
 class GradientSlot:
@@ -215,7 +216,7 @@ def enter(packet: Packet) -> Entered:
     """Let a value into the graph of the next stage."""
     if packet.spec is None and packet.differentiable[0]:  # by far the most common packet
         only = GradientSlot(1)
-        return Entered(_enter_one(only, _ANCHOR, packet.leaves[0]), only)
+        return Entered(enter_one(only, packet.leaves[0]), only)
     entering = [index for index, needed in enumerate(packet.differentiable) if needed]
     slot = None
     if entering:
@@ -271,3 +272,9 @@ class _EnterOne(torch.autograd.Function):
 _NO_GRADIENTS = (None, None, None)
 
 _enter, _enter_one = applier(_Enter), applier(_EnterOne)
+
+
+def enter_one(slot: GradientSlot, tensor: Tensor) -> Tensor:
+    """Let a single tensor into the graph of the next stage; its gradient will lie in the slot."""
+    entered: Tensor = _enter_one(slot, _ANCHOR, tensor)
+    return entered

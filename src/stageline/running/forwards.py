@@ -8,7 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from stageline.running.boundary import Packet, enter, gradient_edge, leave
+from stageline.running.boundary import (
+    GradientSlot,
+    Packet,
+    enter,
+    enter_one,
+    gradient_edge,
+    leave,
+)
 from stageline.running.program import StageProgram
 from stageline.running.split.again import Statistics, is_changed, versions
 from stageline.running.split.deferred import Deferred
@@ -137,6 +144,9 @@ def _run(
     """Call a stage; return what goes to the next one, None if it is the last."""
     if arrived is None:
         output = call_first(state, program, microbatch)
+    elif arrived.spec is None and arrived.differentiable[0]:  # by far the most common packet
+        slot = state.slots[program.index, microbatch] = GradientSlot(1)
+        output = call_stage(state, program, microbatch, enter_one(slot, arrived.leaves[0]))
     else:
         entered = enter(arrived)
         if entered.slot is not None:
