@@ -194,6 +194,28 @@ class UsesUnlisted(Parts):
         return dropped
 
 
+class Awkward:
+    """Cannot be compared with anything."""
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("not comparable")
+
+    def __hash__(self) -> int:
+        raise TypeError("not hashable")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return noisy(x)
+
+
+class UsesAwkward(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.awkward = Awkward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.awkward(x)
+
+
 class UsesHidden(Parts):
     def forward(self, x: Tensor) -> Tensor:
         dropped: Tensor = _hidden(x)
@@ -284,6 +306,7 @@ NOT_SURE = [
     Inherits,
     UsesPython,
     UsesUnlisted,
+    UsesAwkward,
     UsesHidden,
     Makes,
     Imports,

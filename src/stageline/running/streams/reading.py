@@ -14,7 +14,7 @@ from __future__ import annotations
 import builtins
 import dis
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from inspect import getattr_static
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -30,7 +30,7 @@ _PYTHON = """
     abs all any bool dict enumerate float int isinstance len list max min range reversed set slice
     sorted str sum tuple zip NotImplementedError RuntimeError TypeError ValueError
 """
-_BUILTINS = frozenset(getattr(builtins, name) for name in _PYTHON.split())
+_BUILTINS = (Tensor, *(getattr(builtins, name) for name in _PYTHON.split()))
 _OF_PYTHON = (bool, int, float, complex, str, type(None))
 _OF_TORCH = (Tensor, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _WRITTEN_IN_PYTHON = ("torch.functional", "torch.nn.functional")
@@ -239,7 +239,7 @@ def _is_plain(value: Any, depth: int = 0) -> bool:
 
 def _is_quiet_function(value: Any) -> bool:
     """Whether a value is a function of torch or Python that draws nothing, under its own name."""
-    if value is Tensor or (isinstance(value, Hashable) and value in _BUILTINS):
+    if any(value is each for each in _BUILTINS):  # by identity: not everything can be compared
         return True
     is_simple = isinstance(value, BuiltinFunctionType) or (
         isinstance(value, FunctionType) and value.__module__ in _WRITTEN_IN_PYTHON
