@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,12 +24,9 @@ from stageline.running.transports import wire
 from stageline.running.transports.base import Edge
 
 _LINE = 64
-_MOST_KINDS = 1024  # headers that are remembered; models with changing sizes have many
 
 Part = tuple[int, int, Any]
 """The bytes of a tensor: address, size, and whom they belong to."""
-
-_read: dict[bytes, Kind] = {}
 
 
 def on_lines(size: int) -> int:
@@ -62,8 +60,9 @@ class Packed:
 
 def pack(packet: Packet, edge: Edge) -> Packed:
     """Return a packet as bytes in place; nothing is copied where tensors are dense."""
-    if len(packet.leaves) == 1 and packet.spec is None and wire.lies_plainly(packet.leaves[0]):
-        return _pack_one(packet, packet.leaves[0], edge)  # by far the most common packet
+    only = wire.only_tensor(packet)
+    if only is not None:
+        return _pack_one(packet, only, edge)
     fields, tensors = wire.describe(packet, edge)
     parts = [(tensor.data_ptr(), tensor.numel(), tensor) for tensor in tensors]
     header = json.dumps(fields).encode()
@@ -92,13 +91,9 @@ class Kind:
             self._only = self._layouts[0]
 
     @classmethod
+    @lru_cache(maxsize=wire.MOST_KINDS)
     def of(cls, header: bytes) -> Kind:
-        known = _read.get(header)
-        if known is None:
-            known = cls(wire.read(header))
-            if len(_read) < _MOST_KINDS:
-                _read[header] = known
-        return known
+        return cls(wire.read(header))
 
     def rebuild(self, address: int) -> Packet:
         """Return a packet whose tensors are copies of what lies at an address."""

@@ -37,7 +37,7 @@ HEADER_BYTES = 8192  # a body of its own costs another round trip; so many bytes
 _LABEL = struct.Struct("<Iiiiciii")
 _ROOM = HEADER_BYTES - _LABEL.size
 _ALIGNMENT = 64
-_MOST_KINDS = 1024  # that are remembered; models with changing sizes have many
+MOST_KINDS = 1024  # that are remembered; models with changing sizes have many
 # Exactly these: a subclass (an IntEnum, a numpy float) would arrive as something else.
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -172,8 +172,8 @@ _texts: dict[Any, bytes] = {}
 
 def encode(packet: Packet, edge: Edge, epoch: int) -> Encoded:
     """Turn a packet into bytes."""
-    if len(packet.leaves) == 1 and packet.spec is None and lies_plainly(packet.leaves[0]):
-        only = packet.leaves[0]  # by far the most common packet
+    only = only_tensor(packet)
+    if only is not None:
         text = text_of_one(packet, only, edge)
         tensors = [_as_bytes(only)] if only.numel() else []
     else:
@@ -185,15 +185,17 @@ def encode(packet: Packet, edge: Edge, epoch: int) -> Encoded:
     )
 
 
-def lies_plainly(leaf: Any) -> bool:
-    """Whether the memory of a tensor can be copied as it is."""
-    return (
+def only_tensor(packet: Packet) -> Tensor | None:
+    """Return the tensor of by far the most common packet: one, whose memory can be copied as is."""
+    leaf = packet.leaves[0] if len(packet.leaves) == 1 and packet.spec is None else None
+    lies_plainly = (
         type(leaf) is Tensor
         and leaf.is_cpu
         and leaf.layout is torch.strided
         and leaf.is_contiguous()
         and not (leaf.is_conj() or leaf.is_neg() or leaf.is_quantized)
     )
+    return leaf if lies_plainly else None
 
 
 def text_of_one(packet: Packet, tensor: Tensor, edge: Edge) -> bytes:
@@ -203,7 +205,7 @@ def text_of_one(packet: Packet, tensor: Tensor, edge: Edge) -> bytes:
     known = _texts.get(key)
     if known is None:
         known = json.dumps(describe(packet, edge)[0]).encode()
-        if len(_texts) < _MOST_KINDS:
+        if len(_texts) < MOST_KINDS:
             _texts[key] = known
     return known
 
@@ -377,7 +379,7 @@ def decode(first: Tensor, rest: Tensor | None) -> First:
     return First(edge, epoch, read(text), first, _LABEL.size + length)
 
 
-@lru_cache(maxsize=_MOST_KINDS)
+@lru_cache(maxsize=MOST_KINDS)
 def read(text: bytes) -> Header:
     """Return what ``describe`` has said."""
     fields = json.loads(text)
