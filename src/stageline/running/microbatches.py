@@ -243,8 +243,8 @@ class _Sliceable:
         else:
             is_empty = type(tree) in (tuple, dict) and not tree
             leaves = [] if is_empty else trees.tree_flatten(tree)[0]
-        self.dims = [self._batch_dim(leaf, index, batch_dims) for index, leaf in enumerate(leaves)]
         self.leaves = [_unmarked(leaf) for leaf in leaves]
+        self.dims = [self._batch_dim(leaf, index, batch_dims) for index, leaf in enumerate(leaves)]
         self.has_data = any(leaf is not None for leaf in leaves)
 
     @cached_property
@@ -254,6 +254,12 @@ class _Sliceable:
     @cached_property
     def names(self) -> list[str]:
         """Names of the leaves, as messages and ``batch_dims`` use them: ``kwargs['mask']``."""
+        if self._is_tensor:
+            return [self.root]
+        if self._is_one:
+            return [f"{self.root}[0]"]
+        if not self.leaves:
+            return []
         return trees.leaf_names(self._tree, root=self.root)
 
     def _batch_dim(self, leaf: Any, index: int, batch_dims: BatchDims) -> int | None:
