@@ -106,7 +106,7 @@ class Board:
                 self._silence(epoch)
             words[self._mine + _BEGUN], words[self._mine + _DIGEST] = epoch + 1, digest
             if not digest or self._differs(epoch, digest):
-                words[_HUBS] = epoch + 1
+                self._raise_to(_HUBS, epoch)
                 self._ring(epoch)
             return bool(words[_HUBS] > epoch)
 
@@ -150,7 +150,7 @@ class Board:
         """Let the hub decide on this call, unless it is over."""
         with self._lock:
             if self._words[_OVER] != epoch + 1:
-                self._words[_HUBS] = epoch + 1
+                self._raise_to(_HUBS, epoch)
                 self._ring(epoch)
 
     def withdraw(self, epoch: int) -> bool:
@@ -158,7 +158,7 @@ class Board:
         with self._lock:
             if self._words[_OVER] == epoch + 1:
                 return False
-            self._words[_FAILED] = epoch + 1
+            self._raise_to(_FAILED, epoch)
             return True
 
     def values(self) -> dict[int, bytes]:
@@ -184,6 +184,10 @@ class Board:
         poll.register(self._bells[epoch % 2], select.POLLIN)
         poll.register(wake_file, select.POLLIN)
         poll.poll(seconds * 1000)
+
+    def _raise_to(self, word: int, epoch: int) -> None:
+        """Note the latest call of a kind; a rank that is behind says nothing new."""
+        self._words[word] = max(self._words[word], epoch + 1)
 
     def _ring(self, epoch: int) -> None:
         if self._words[_ASLEEP] == epoch + 1:
