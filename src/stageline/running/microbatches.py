@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stageline import torch_private as trees
+from stageline.capturing.values import SIMPLE
 from stageline.errors import BatchError
 from stageline.running.hidden import find_hidden_tensor
 from stageline.wording import a_kind
@@ -169,6 +170,16 @@ class Microbatches:
         ]
         return flags if any(flags) else []
 
+    @cached_property
+    def inputs_look_alike(self) -> bool:
+        """Whether inputs of microbatches of one size differ in what is in tensors, no more.
+
+        All slices of a plain tensor are alike, and what is not split is one object for all; what
+        a container makes of its parts, or another kind of tensor of its slices, nobody knows.
+        """
+        given = (*self._args.tree, *self._kwargs.tree.values())
+        return all(_is_plain(_unmarked(value)) for value in given)
+
     def named_leaves(self) -> list[tuple[str, Any]]:
         """Return every leaf of the batch, whole, with its name."""
         return [pair for tree in self._trees for pair in zip(tree.names, tree.leaves, strict=True)]
@@ -233,7 +244,7 @@ class _Sliceable:
     """One tree of a batch; ``dims``: where each leaf is split, None if it goes whole."""
 
     def __init__(self, tree: Any, root: str, batch_dims: BatchDims) -> None:
-        self._tree = tree
+        self.tree = tree
         self.root = root
         # By far the most common trees, one tensor and a tuple of one, are sliced without detours.
         self._is_tensor = isinstance(tree, Tensor)
@@ -249,12 +260,12 @@ class _Sliceable:
 
     @cached_property
     def _spec(self) -> trees.TreeSpec:
-        return trees.tree_flatten(self._tree)[1]
+        return trees.tree_flatten(self.tree)[1]
 
     @cached_property
     def names(self) -> list[str]:
         """Names of the leaves, as messages and ``batch_dims`` use them: ``kwargs['mask']``."""
-        return trees.leaf_names(self._tree, root=self.root)
+        return trees.leaf_names(self.tree, root=self.root)
 
     def _batch_dim(self, leaf: Any, index: int, batch_dims: BatchDims) -> int | None:
         if isinstance(leaf, np.ndarray):
@@ -311,7 +322,7 @@ class _Sliceable:
     def slices(self, starts: Sequence[int], *, detached: bool = False) -> list[Any]:
         """Return all slices; those of a single tensor are made by one operation."""
         if not self.leaves:
-            return [self._tree] * (len(starts) - 1)
+            return [self.tree] * (len(starts) - 1)
         if (self._is_tensor or self._is_one) and self.dims[0] is not None:
             leaf = self.leaves[0]
             if (detached or not leaf.requires_grad) and leaf.layout is torch.strided:
@@ -325,7 +336,7 @@ class _Sliceable:
 
     def slice(self, start: int, length: int, *, detached: bool = False) -> Any:
         if not self.leaves:
-            return self._tree
+            return self.tree
         if (self._is_tensor or self._is_one) and self.dims[0] is not None:
             part = _narrow(self.leaves[0], self.dims[0], start, length, detached)
             return part if self._is_tensor else (part,)
@@ -334,6 +345,12 @@ class _Sliceable:
             for leaf, dim in zip(self.leaves, self.dims, strict=True)
         ]
         return trees.tree_unflatten(leaves, self._spec)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (Tensor, nn.Parameter):
+        return value.layout is torch.strided and not value.is_nested
+    return type(value) in SIMPLE
 
 
 def _narrow(leaf: Tensor, dim: int, start: int, length: int, detached: bool) -> Tensor:
