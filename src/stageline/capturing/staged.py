@@ -232,8 +232,9 @@ class VariantStage(Parts):
                 f"stage {self.index} was sent values of a recording that it does not have: this "
                 "rank was not given the batch, so it could not record it; pass it on every rank"
             )
-        if here.track is not None and here.track.base is not None:
-            here.track.frame = Planned(wiring.code.route)
+        track = here.track
+        if track is not None and track.base is not None:
+            track.frame = Planned(wiring.code.route)
         return wiring.run(values, leaves)
 
 
