@@ -59,19 +59,24 @@ class Recordings:
         """
         self._staged.look_at_model()
         flags = batch.inputs_with_gradient if builds_graph else []
+        # As it will run: a model may decide by whether gradients are asked for.
+        if torch.is_grad_enabled() is builds_graph:
+            return self._choose(batch, flags)
+        with torch.set_grad_enabled(builds_graph):
+            return self._choose(batch, flags)
+
+    def _choose(self, batch: Microbatches, flags: Sequence[bool]) -> list[Chosen]:
         found: list[Chosen] = []
         variant, decided = None, 0  # what microbatches of a size follow that is decided
-        # As it will run: a model may decide by whether gradients are asked for.
-        with torch.set_grad_enabled(builds_graph):
-            for index, size in enumerate(batch.sizes):
-                args, kwargs = batch.inputs(index)
-                if size == decided:
-                    found.append(Chosen(variant, [*args, *kwargs.values()]))
-                    continue
-                chosen, goes_by_looks = self._chosen(args, kwargs, flags)
-                variant = chosen.variant
-                decided = size if goes_by_looks and batch.inputs_look_alike else 0
-                found.append(chosen)
+        for index, size in enumerate(batch.sizes):
+            args, kwargs = batch.inputs(index)
+            if size == decided:
+                found.append(Chosen(variant, [*args, *kwargs.values()]))
+                continue
+            chosen, goes_by_looks = self._chosen(args, kwargs, flags)
+            variant = chosen.variant
+            decided = size if goes_by_looks and batch.inputs_look_alike else 0
+            found.append(chosen)
         return found
 
     def _chosen(
