@@ -108,6 +108,7 @@ CASES = {
         scaled(lambda x, y: y[0] > 0), (PLUS,), 4, 2, {"y": MIXED[:, 0]}
     ),
     "a value that all get": Case(scaled(lambda x, y: y > 0), (PLUS, torch.tensor(1)), 4),
+    "where it lies": Case(scaled(lambda x: x.storage_offset() > 0), (PLUS,), 4),
     "rows of the last": Case(scaled(lambda x: len(x) > 1), (PLUS[:7],), 2, 2),
     "rows that do not matter": Case(lambda self, x: self.b(self.a(x)), (PLUS[:7],), 2),
     "a list": Case(lambda self, parts: self.b(self.a(parts[0])), ([PLUS],), 4),
