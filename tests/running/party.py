@@ -14,9 +14,9 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # without being listed
 
 from stageline.running.control import Member, job, leaving
+from stageline.running.slabs import Slab
 from stageline.running.transports.base import Endpoint
 from stageline.running.transports.shared_memory import SharedMemoryTransport
-from stageline.running.transports.slabs import Slab
 
 Create = Callable[[int], tuple[Slab, int]]
 Story = Callable[[int, Endpoint], Any]

@@ -11,10 +11,10 @@ import stageline as sl
 from stageline.errors import ConfigError
 from stageline.running.building import Builders
 from stageline.running.control import Member
+from stageline.running.slabs import can_share_memory
 from stageline.running.transports.base import ProcessTransport
 from stageline.running.transports.process_group import ProcessGroupTransport
 from stageline.running.transports.shared_memory import SharedMemoryTransport
-from stageline.running.transports.slabs import can_share_memory
 from tests.running.party import Memory, members, together
 
 pytestmark = pytest.mark.skipif(not can_share_memory(), reason="this system has no /dev/shm")

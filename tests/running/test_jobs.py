@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stageline.running.transports.slabs import can_share_memory
+from stageline.running.slabs import can_share_memory
 from tests.running.jobs import Job
 
 pytestmark = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import resource
 import time
 from typing import Any
@@ -145,8 +146,12 @@ def _slow(rank: int, transport: str) -> list[str]:
 def test_a_slow_rank_is_named_in_the_log(transport: str, two_ranks: RankPool) -> None:
     first, _ = two_ranks.run(_slow, transport, timeout=30)
     assert first
-    assert first[0].startswith("rank 0: waits for edge 1->0 B0 from rank 1, ")
-    assert first[0].endswith("rank 1 is at 1F0")
+    # On a busy machine rank 0 may come late for the first packet, and wait for the next one only.
+    told = re.fullmatch(
+        r"rank 0: waits for edge 1->0 B(\d) from rank 1, 1 s so far; rank 1 is at 1F(\d)", first[0]
+    )
+    assert told
+    assert told[1] == told[2]
 
 
 def _too_many_files(rank: int, transport: str, victim: int) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import stageline as sl
-from stageline.running.transports.slabs import Slab
+from stageline.running.slabs import Slab
 from stageline.testing import OrderedTransport, RankPool
 from tests.running.shapes import KINDS, Found, differences, piped, plain
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from stageline.errors import PipeError
 from stageline.running.boundary import Packet, leave
+from stageline.running.slabs import SMALLEST, can_share_memory
 from stageline.running.transports.base import Edge, Endpoint
-from stageline.running.transports.slabs import SMALLEST, can_share_memory
 from tests.running.party import Memory, SharedParty, shared_party
 from tests.running.scenarios import (
     SCENARIOS,

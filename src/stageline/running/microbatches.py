@@ -177,7 +177,7 @@ class Microbatches:
         All slices of a plain tensor are alike, and what is not split is one object for all; what
         a container makes of its parts, or another kind of tensor of its slices, nobody knows.
         """
-        given = (*self._args.tree, *self._kwargs.tree.values())
+        given = (*self._args._tree, *self._kwargs._tree.values())
         return all(_is_plain(_unmarked(value)) for value in given)
 
     def named_leaves(self) -> list[tuple[str, Any]]:
@@ -244,7 +244,7 @@ class _Sliceable:
     """One tree of a batch; ``dims``: where each leaf is split, None if it goes whole."""
 
     def __init__(self, tree: Any, root: str, batch_dims: BatchDims) -> None:
-        self.tree = tree
+        self._tree = tree
         self.root = root
         # By far the most common trees, one tensor and a tuple of one, are sliced without detours.
         self._is_tensor = isinstance(tree, Tensor)
@@ -254,18 +254,24 @@ class _Sliceable:
         else:
             is_empty = type(tree) in (tuple, dict) and not tree
             leaves = [] if is_empty else trees.tree_flatten(tree)[0]
-        self.dims = [self._batch_dim(leaf, index, batch_dims) for index, leaf in enumerate(leaves)]
         self.leaves = [_unmarked(leaf) for leaf in leaves]
+        self.dims = [self._batch_dim(leaf, index, batch_dims) for index, leaf in enumerate(leaves)]
         self.has_data = any(leaf is not None for leaf in leaves)
 
     @cached_property
     def _spec(self) -> trees.TreeSpec:
-        return trees.tree_flatten(self.tree)[1]
+        return trees.tree_flatten(self._tree)[1]
 
     @cached_property
     def names(self) -> list[str]:
         """Names of the leaves, as messages and ``batch_dims`` use them: ``kwargs['mask']``."""
-        return trees.leaf_names(self.tree, root=self.root)
+        if self._is_tensor:
+            return [self.root]
+        if self._is_one:
+            return [f"{self.root}[0]"]
+        if not self.leaves:
+            return []
+        return trees.leaf_names(self._tree, root=self.root)
 
     def _batch_dim(self, leaf: Any, index: int, batch_dims: BatchDims) -> int | None:
         if isinstance(leaf, np.ndarray):
@@ -322,7 +328,7 @@ class _Sliceable:
     def slices(self, starts: Sequence[int], *, detached: bool = False) -> list[Any]:
         """Return all slices; those of a single tensor are made by one operation."""
         if not self.leaves:
-            return [self.tree] * (len(starts) - 1)
+            return [self._tree] * (len(starts) - 1)
         if (self._is_tensor or self._is_one) and self.dims[0] is not None:
             leaf = self.leaves[0]
             if (detached or not leaf.requires_grad) and leaf.layout is torch.strided:
@@ -336,7 +342,7 @@ class _Sliceable:
 
     def slice(self, start: int, length: int, *, detached: bool = False) -> Any:
         if not self.leaves:
-            return self.tree
+            return self._tree
         if (self._is_tensor or self._is_one) and self.dims[0] is not None:
             part = _narrow(self.leaves[0], self.dims[0], start, length, detached)
             return part if self._is_tensor else (part,)

@@ -44,6 +44,7 @@ class _Call:
     doubted: str | None = None
     failure: Failure | None = None
     is_committed: bool = False
+    is_asked: bool = False
 
 
 def silence(rank: int, limit: float) -> str:
@@ -61,12 +62,21 @@ class Hub:
         num_ranks: How many ranks there are.
         tell: For each rank, what brings a message to it.
         drop: Ends the connection of a rank.
+        has_board: Whether ranks come here only with what they cannot agree on by themselves.
     """
 
-    def __init__(self, num_ranks: int, tell: dict[int, Tell], drop: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        tell: dict[int, Tell],
+        drop: Callable[[int], None],
+        *,
+        has_board: bool = False,
+    ) -> None:
         self._num_ranks = num_ranks
         self._tell = tell
         self._drop = drop
+        self._has_board = has_board
         self._lock = threading.RLock()
         self._calls: dict[int, _Call] = {}
         self._begun = dict.fromkeys(range(num_ranks), -1)
@@ -134,6 +144,10 @@ class Hub:
             return
         self._compare(epoch, call, rank)
         self._answer_rows(epoch, call, rank)
+        if self._has_board and not call.is_asked:
+            call.is_asked = True
+            for other in sorted(self._tell.keys() - {rank}):
+                self._send(other, {"kind": "ask", "epoch": epoch})
 
     def _compare(self, epoch: int, call: _Call, rank: int) -> None:
         """Compare a rank with one that knows the batch, if there is one, else with any."""

@@ -12,9 +12,11 @@ from torch.distributed import DistNetworkError
 
 from stageline.errors import PeerError, told
 from stageline.running.control import leaving
+from stageline.running.control.board import BoardFiles
 from stageline.running.control.hub import Hub, Tell, silence
 from stageline.running.control.joining import Door, Meeting, knock, readable
-from stageline.running.control.member import Listener, Member
+from stageline.running.control.listening import Listener
+from stageline.running.control.member import Member
 from stageline.running.control.messages import Connection, Message
 from stageline.torch_private import PrefixStore, Store
 
@@ -106,10 +108,11 @@ def _host(meeting: Meeting, listener: Listener, heartbeat_timeout: float) -> Mem
         listener.forget(connections[rank].sock)
         connections[rank].close()
 
-    hub = Hub(meeting.num_ranks, tell, drop)
+    board = BoardFiles.make(meeting.num_ranks) if one_host else None
+    hub = Hub(meeting.num_ranks, tell, drop, has_board=board is not None)
     for rank, connection in connections.items():
         listener.watch(connection.sock, _hearing(hub, rank, connection, listener))
-        connection.send({"kind": "ready", "one_host": one_host})
+        connection.send({"kind": "ready", "one_host": one_host}, board or ())
 
     def beat(pause: float) -> None:
         member.beat()
@@ -117,7 +120,7 @@ def _host(meeting: Meeting, listener: Listener, heartbeat_timeout: float) -> Mem
         hub.look_for_silence(heartbeat_timeout, pause)
 
     listener.on_beat = beat
-    member.connect(_LocalLink(hub, list(connections.values()), listener))
+    member.connect(_LocalLink(hub, list(connections.values()), listener), board)
     return member
 
 
@@ -168,7 +171,7 @@ def _visit(meeting: Meeting, listener: Listener, heartbeat_timeout: float) -> Me
         raise meeting.fail(str(error)) from error
     connection.sock.settimeout(meeting.timeout)
     try:
-        first = connection.receive_one()
+        first, files = connection.receive_one_with_files()
     except (EOFError, TimeoutError) as cause:
         connection.close()
         meeting.raise_if_failed()
@@ -177,7 +180,7 @@ def _visit(meeting: Meeting, listener: Listener, heartbeat_timeout: float) -> Me
         ) from cause
     connection.sock.settimeout(None)
     member = Member(meeting, one_host=first["one_host"])
-    member.connect(_RemoteLink(connection, listener))
+    member.connect(_RemoteLink(connection, listener), BoardFiles(*files) if files else None)
     hub = _FarHub(connection, member, listener, heartbeat_timeout)
     if connection.has_more:
         hub.hear()

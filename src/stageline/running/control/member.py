@@ -7,20 +7,23 @@ for a peer, here or in a transport, is woken by the first failure anywhere.
 from __future__ import annotations
 
 import errno
+import json
 import os
-import selectors
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from stageline import log
 from stageline.errors import PipeError
-from stageline.running.control.agreement import Facts
+from stageline.running.control.agreement import ROWS, Facts
+from stageline.running.control.board import LONGEST, Board, BoardFiles
 from stageline.running.control.failures import Aborted, Failure
 from stageline.running.control.joining import Meeting
 from stageline.running.control.messages import Message
+from stageline.running.cores import looks_before_sleep
 
 _FIRST_NOTE = 10.0  # seconds of waiting after which a line is logged; then twice as many, ...
 
@@ -63,6 +66,9 @@ class Member:
         self.details: Mapping[str, Facts] = {}
         self.waiting: Slowness | None = None
         self._link: Link | None = None
+        self._board: Board | None = None
+        self._facts: Facts = {}
+        self._is_told = True  # whether the hub has heard these facts, or need not
         self._changed = threading.Condition()
         self._commits: dict[int, dict[str, Any]] = {}
         self._rows: dict[int, int] = {}
@@ -75,10 +81,13 @@ class Member:
         self.wake_file, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(self.wake_file, False)
+        self._is_awake = False
 
-    def connect(self, link: Link) -> None:
-        """Say how the hub is reached."""
+    def connect(self, link: Link, board: BoardFiles | None) -> None:
+        """Say how the hub is reached, and where the board is, if there is one."""
         self._link = link
+        if board is not None:
+            self._board = Board(self.rank, self.num_ranks, board, self._raise_if_failed)
 
     # ---- calls -------------------------------------------------------------------------------
 
@@ -86,17 +95,32 @@ class Member:
         """Count the next call; all that follows, failures included, belongs to it."""
         with self._changed:
             self.epoch = epoch = self.epoch + 1
+            self._is_told = True
             for known in (self._commits, self._rows, self._failures):
                 for old in [number for number in known if number < epoch]:
                     del known[old]
-            with suppress(BlockingIOError):
-                os.read(self.wake_file, 1024)
+            if self._is_awake:
+                self._is_awake = False
+                with suppress(BlockingIOError):
+                    os.read(self.wake_file, 1024)
             if self.failure is not None:  # another rank was faster, and has failed
-                os.write(self._wake, b"!")
+                self._wake_up()
 
     def begin(self, facts: Facts) -> None:
         """Begin the call that was counted; what the other ranks must agree with goes along."""
-        self._send({"kind": "begin", "epoch": self.epoch, "facts": facts})
+        with self._changed:
+            self._facts, self._is_told = facts, False
+        if self._board is None or self._board.begin(self.epoch, _digest(facts)):
+            self._tell_facts()
+
+    def _tell_facts(self) -> None:
+        """Tell the hub what this rank was given, once."""
+        with self._changed:
+            if self._is_told:
+                return
+            self._is_told = True
+            message = {"kind": "begin", "epoch": self.epoch, "facts": self._facts}
+        self._send(message)
 
     def agreed_rows(self) -> int:
         """Return how many rows the batch of this call has, as a rank that was given it says."""
@@ -105,19 +129,57 @@ class Member:
 
     def finish(self, value: Any = None) -> dict[int, Any]:
         """End the call; return, once all ranks have ended it, what they gave, by rank."""
+        if self._board is not None:
+            told = self._finish_on(self._board, value)
+            if told is not None:
+                return told
+            self._tell_facts()
         self._send({"kind": "done", "epoch": self.epoch, "value": value})
         self._wait_until(lambda: self.epoch in self._commits, "the end of the call")
         return {int(rank): given for rank, given in self._commits[self.epoch].items()}
 
+    def _finish_on(self, board: Board, value: Any) -> dict[int, Any] | None:
+        """End the call on the board, if it can be; None if it is for the hub to decide."""
+        epoch = self.epoch
+        text = b"" if value is None else json.dumps(value).encode()
+        if len(text) > LONGEST:
+            board.give_to_hub(epoch)
+            return None
+        board.done(epoch, text)
+        looks, slow = looks_before_sleep(self.num_ranks), None
+        while not board.is_over(epoch):
+            if board.is_hubs(epoch):
+                return None
+            if self.failure is not None and board.withdraw(epoch):
+                raise Aborted
+            if looks:
+                looks -= 1
+                os.sched_yield()
+                continue
+            slow = slow or Slowness(self, "the end of the call")
+            board.sleep(epoch, self.wake_file, slow.patience)
+            slow.note()
+        return {rank: json.loads(given) for rank, given in board.values().items()}
+
     def fail(self, failure: Failure) -> None:
         """Tell all ranks that this one has failed; a failure that was told before stands."""
-        with suppress(OSError, PipeError):
-            self._send({"kind": "fail", "failure": failure.to_json()})
+        with suppress(OSError, PipeError, Aborted):
+            if self._board is None or self._board.withdraw(self.epoch):
+                self._send({"kind": "fail", "failure": failure.to_json()})
 
     def is_committed(self, seconds: float) -> bool:
         """Wait a little for the hub's word on the call: whether it is over, for all ranks."""
-        self._await(lambda: self.epoch in self._commits or self.failure is not None, seconds)
-        return self.epoch in self._commits
+        self._await(lambda: self._is_over or self.failure is not None, seconds)
+        return self._is_over
+
+    @property
+    def _is_over(self) -> bool:
+        is_over = self._board is not None and self._board.is_over(self.epoch)
+        return is_over or self.epoch in self._commits
+
+    def _raise_if_failed(self) -> None:
+        if self.failure is not None:
+            raise Aborted
 
     @property
     def failure(self) -> Failure | None:
@@ -193,11 +255,19 @@ class Member:
         kind = message["kind"]
         if kind == "fail":
             self._hear_failure(Failure.from_json(message["failure"]))
-            return
-        if kind == "detail":
+        elif kind == "detail":
             facts = self.details.get(message["what"], {})
             self._send({"kind": "detail", "epoch": message["epoch"], "facts": facts})
-            return
+        elif kind == "ask":
+            if message["epoch"] == self.epoch:
+                self._tell_facts()
+        elif kind == "beat":
+            self._others = message["doing"]
+        else:
+            self._hear_news(kind, message, files)
+
+    def _hear_news(self, kind: str, message: Message, files: Sequence[int]) -> None:
+        """Take what somebody here may be waiting for."""
         with self._changed:
             if kind == "commit":
                 self._commits[message["epoch"]] = message["values"]
@@ -205,10 +275,7 @@ class Member:
                 self._rows[message["epoch"]] = message["rows"]
             elif kind == "post":
                 self._posts[message["source"], message["key"]] = (message["value"], list(files))
-            elif kind == "beat":
-                self._others = message["doing"]
-            if kind != "beat":
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def lost(self, text: str) -> None:
         """Take notice that the hub is gone."""
@@ -220,14 +287,18 @@ class Member:
                 self._final = self._final or failure
             elif failure.epoch >= self.epoch:
                 self._failures.setdefault(failure.epoch, failure)
-            if self.failure is None or self.epoch in self._commits:
+            if self.failure is None or self._is_over:
                 return
             with suppress(OSError):
-                os.write(self._wake, b"!")
+                self._wake_up()
             self._changed.notify_all()
             epoch = self.epoch
         if self.on_failure is not None:
             self.on_failure(epoch)
+
+    def _wake_up(self) -> None:
+        self._is_awake = True
+        os.write(self._wake, b"!")
 
     def beat(self) -> None:
         """Show that this rank is alive, and what it is at."""
@@ -251,6 +322,8 @@ class Member:
         self.forget_posts(lambda _: True)
         os.close(self._wake)
         os.close(self.wake_file)
+        if self._board is not None:
+            self._board.close()
 
     def _send(self, message: Message, files: Sequence[int] = ()) -> None:
         if self._link is None:
@@ -262,6 +335,14 @@ class Member:
                 raise
             # The listener hears the same, and knows more; whoever waits is told by it.
             log.debug(self.rank, f"the hub could not be told {message['kind']}")
+
+
+def _digest(facts: Facts) -> int:
+    """Return a number for the facts of a call; 0 if a rank knows only a part of them."""
+    if facts.get(ROWS) is None:
+        return 0
+    told = json.dumps(facts).encode()
+    return int.from_bytes(blake2b(told, digest_size=8).digest(), "little") or 1
 
 
 class Slowness:
@@ -280,51 +361,3 @@ class Slowness:
         self.patience *= 2
         doing = self._member.what_others_do() or "nobody said what they are doing"
         log.warning(self._member.rank, f"waits for {self._what}, {waited:.0f} s so far; {doing}")
-
-
-class Listener(threading.Thread):
-    """The thread that listens, sends heartbeats, and looks for silence.
-
-    Args:
-        name: For people who look at threads.
-        interval: Seconds between heartbeats.
-    """
-
-    def __init__(self, name: str, interval: float) -> None:
-        super().__init__(name=name, daemon=True)
-        self._interval = interval
-        self._selector = selectors.DefaultSelector()
-        self._stopped = False
-        self._end, self._stop = os.pipe()
-        self._selector.register(self._end, selectors.EVENT_READ, None)
-        self.on_beat: Callable[[float], None] = lambda _: None
-
-    def watch(self, file: Any, callback: Callable[[], None]) -> None:
-        """Call back whenever something can be read."""
-        self._selector.register(file, selectors.EVENT_READ, callback)
-
-    def forget(self, file: Any) -> None:
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(file)
-
-    def stop(self) -> None:
-        """End the thread soon; it may be the one that calls."""
-        if not self._stopped:
-            self._stopped = True
-            with suppress(OSError):
-                os.write(self._stop, b"!")
-
-    def run(self) -> None:
-        last = time.monotonic()
-        while not self._stopped:
-            ready = self._selector.select(max(0.0, last + self._interval - time.monotonic()))
-            for key, _ in ready:
-                if key.data is not None:
-                    key.data()
-            now = time.monotonic()
-            if now - last >= self._interval and not self._stopped:
-                self.on_beat(now - last)
-                last = now
-        self._selector.close()
-        os.close(self._end)
-        os.close(self._stop)

@@ -84,11 +84,15 @@ class Connection:
         Raises:
             EOFError: As ``receive``.
         """
+        return self.receive_one_with_files()[0]
+
+    def receive_one_with_files(self) -> tuple[Message, list[int]]:
+        """Wait for one message and its files, as ``receive_one``."""
         while True:
             messages = self.receive()
             if messages:
                 self._waiting = messages[1:]
-                return messages[0][0]
+                return messages[0]
 
     def receive(self) -> list[tuple[Message, list[int]]]:
         """Wait for something to come, and return the messages that are complete.

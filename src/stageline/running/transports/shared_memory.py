@@ -25,6 +25,7 @@ from stageline.errors import PeerError, PipeError
 from stageline.running.boundary import Packet
 from stageline.running.control.member import Member, Slowness
 from stageline.running.cores import looks_before_sleep
+from stageline.running.slabs import SMALLEST, Slab, can_share_memory, whole_size
 from stageline.running.transports.base import (
     Aborted,
     Edge,
@@ -33,7 +34,6 @@ from stageline.running.transports.base import (
     Receipt,
 )
 from stageline.running.transports.packing import Packed, pack, unpack
-from stageline.running.transports.slabs import SMALLEST, Slab, can_share_memory, whole_size
 
 # epoch, edge (stages, letter, microbatch), slab, bytes of the header, of this piece, of the whole
 _RECORD = struct.Struct("<iiiciIIQQ")

@@ -29,6 +29,22 @@ def whole_size(size: int) -> int:
     return max(SMALLEST, 1 << (size - 1).bit_length())
 
 
+def nameless_file(size: int) -> int:
+    """Return a new file of so many bytes, all zero.
+
+    Raises:
+        OSError: There is not so much memory. Without reserving it now, the first write to a page
+            that does not exist would end the process (SIGBUS).
+    """
+    file = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
+    try:
+        os.posix_fallocate(file, 0, size)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
 class Slab:
     """A piece of shared memory, mapped. The file may be closed; the mapping stays.
 
@@ -50,12 +66,10 @@ class Slab:
         """Return a new slab and its file, which the other process needs.
 
         Raises:
-            OSError: There is not so much memory. Without reserving it now, the first write to a
-                page that does not exist would end the process (SIGBUS).
+            OSError: There is not so much memory.
         """
-        file = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)
+        file = nameless_file(size)
         try:
-            os.posix_fallocate(file, 0, size)
             return cls(file, size), file
         except BaseException:
             os.close(file)
