@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import stageline as sl
-from stageline.running.microbatches import split_sizes
+from stageline.running.microbatches import Microbatches, split_sizes
 from tests.running.batches import Pair, cut, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -276,3 +276,59 @@ def test_a_replicated_argument_with_a_graph_behind_it_is_refused_too(wrap: Any) 
     )
     with pytest.raises(sl.BatchError, match="graph behind it"):
         pipe.step(rows(4, 2), wrap(weight.exp()), target=rows(4, 2))
+
+
+class Tagged(Tensor):
+    """A tensor of another class."""
+
+
+ALIKE: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "a tensor": ((torch.ones(8, 3),), {}),
+    "of other strides": ((torch.ones(3, 8).T,), {}),
+    "stretched": ((torch.ones(1, 3).expand(8, 3),), {}),
+    "a parameter": ((nn.Parameter(torch.ones(8, 3)), torch.ones(8)), {}),
+    "with plain values": ((torch.ones(8), None, 2.5, "a"), {"flag": True, "n": 3}),
+    "with what goes whole": ((torch.ones(8), torch.tensor(2)), {"p": sl.replicate(torch.ones(8))}),
+    "one tensor twice": ((_ONE := torch.ones(8), _ONE), {"p": sl.replicate(_ONE)}),
+}
+
+
+@pytest.mark.parametrize("is_ahead", [True, False])
+@pytest.mark.parametrize("name", ALIKE)
+def test_inputs_of_one_size_look_alike(name: str, is_ahead: bool) -> None:
+    args, kwargs = ALIKE[name]
+    batch = Microbatches(args, kwargs, None, num_microbatches=3)
+    if is_ahead:
+        batch.slice_ahead(inputs=True, targets=False)
+    assert batch.inputs_look_alike
+    assert batch.sizes == [3, 3, 2]
+    first, second, last = ([*a, *k.values()] for a, k in map(batch.inputs, range(3)))
+    assert _looks(first) == _looks(second)
+    assert _looks(second) != _looks(last)
+
+
+def _looks(leaves: list[Any]) -> list[Any]:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return [
+        [(type(t), t.dtype, t.shape, t.stride(), t.requires_grad, t.device) for t in tensors],
+        [[one is other for one in tensors] for other in tensors],
+        [id(leaf) for leaf in leaves if not isinstance(leaf, Tensor)],
+    ]
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        torch.ones(8, 3).as_subclass(Tagged),
+        [torch.ones(8)],
+        {"x": torch.ones(8)},
+        sl.replicate([1, 2]),
+        sl.replicate(torch.ones(8).to_sparse()),
+        torch.float32,
+    ],
+)
+def test_inputs_that_may_be_anything_are_not_said_to_look_alike(argument: Any) -> None:
+    batch = Microbatches((torch.ones(8), argument), {}, None, num_microbatches=4)
+    assert not batch.inputs_look_alike
+    batch = Microbatches((torch.ones(8),), {"named": argument}, None, num_microbatches=4)
+    assert not batch.inputs_look_alike

@@ -122,6 +122,11 @@ class Dependence:
             node for node in self._recording.nodes if is_guard(node.target) and node in self.fixed
         ]
 
+    def guards_see_only_looks(self) -> bool:
+        """Whether those see no more of a tensor than its sizes and strides; numbers they may."""
+        nodes = self.closure(self.guards_on_inputs(), self._recording.num_nodes)
+        return all(_sees_only_looks(node) for node in nodes)
+
     def has_guards_on_sizes(self) -> bool:
         """Whether some guard looks at a number that is known only once a stage has run."""
         guarded = [
@@ -137,6 +142,20 @@ class Dependence:
 def is_number(node: Node) -> bool:
     """Whether a node makes a plain number or flag, cheap to send."""
     return bool(node.meta.get("number"))
+
+
+# What tells of a tensor how it lies in memory, and nothing of where or what is in it.
+_LOOKS = (size, length, rank, "numel", "stride", "is_contiguous")
+
+
+def _sees_only_looks(node: Node) -> bool:
+    """Whether a node makes the same of all inputs that look alike, given the same of all others."""
+    if node.op == "get_attr" or node.target in _LOOKS:
+        return True
+    is_known = bool(node.meta.get("pure")) or is_guard(node.target)
+    return is_known and all(
+        source.op != "placeholder" or is_number(source) for source in node.all_input_nodes
+    )
 
 
 def _name(node: Node) -> str:

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from stageline.capturing.values import SIMPLE, flatten, unflatten
 from stageline.torch_private import TreeSpec, tree_flatten_with_path
 
+_NO_TREE = frozenset({Tensor, nn.Parameter, *SIMPLE})
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
@@ -31,19 +33,21 @@ class Arguments:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        leaves, spec = flatten((tuple(args), dict(kwargs)))
-        return cls(leaves, spec)
+        leaves = [*args, *kwargs.values()]
+        if all(type(leaf) in _NO_TREE for leaf in leaves):  # by far the most common call
+            return cls(leaves, _flat_spec(len(args), tuple(kwargs)))
+        return cls(*flatten((tuple(args), dict(kwargs))))
 
     def key(self) -> tuple[Any, ...]:
         """Return what a recording is bound to, whatever the sizes: types, dimensions, constants."""
         first: dict[int, int] = {}
-        # Code may ask whether two arguments are one tensor.
-        same = tuple(
-            first.setdefault(id(leaf), place)
-            for place, leaf in enumerate(self.leaves)
-            if isinstance(leaf, Tensor)
-        )
-        return (self.spec, same, *(_leaf_key(leaf) for leaf in self.leaves))
+        same: list[int] = []  # code may ask whether two arguments are one tensor
+        kinds: list[Any] = []
+        for place, leaf in enumerate(self.leaves):
+            if isinstance(leaf, Tensor):
+                same.append(first.setdefault(id(leaf), place))
+            kinds.append(_leaf_key(leaf))
+        return (self.spec, tuple(same), *kinds)
 
     def sizes(self) -> tuple[Any, ...]:
         """Return the sizes of all tensors."""
@@ -100,6 +104,12 @@ class Arguments:
             return twins[id(leaf)]
 
         return self.with_leaves([resized(leaf) for leaf in self.leaves])
+
+
+@lru_cache(maxsize=256)
+def _flat_spec(num_args: int, names: tuple[str, ...]) -> TreeSpec:
+    """Return how leaves make ``(args, kwargs)`` again where each is an argument."""
+    return flatten(((0,) * num_args, dict.fromkeys(names, 0)))[1]
 
 
 def _leaf_key(leaf: Any) -> Any:

@@ -48,6 +48,8 @@ class Variant:
         self.codes = cutter.cut(cuts)
         depends = cutter.dependence
         self._guards = _guard_code(recording, cutter)
+        # Whether guards that hold for a call hold for every call whose arguments look alike.
+        self.goes_by_looks = depends.guards_see_only_looks()
         # A guard on a number that only a stage knows might fail for other sizes than those seen.
         self._any_size = not depends.has_guards_on_sizes()
         self._seen: set[Any] = set()
@@ -83,14 +85,16 @@ class Variant:
                 "the model was captured: capture it again"
             )
 
-    def fits(self, key: tuple[Any, ...], arguments: Arguments) -> bool:
-        """Whether a call with these arguments would do what was recorded."""
+    def is_for(self, key: tuple[Any, ...], arguments: Arguments) -> bool:
+        """Whether it was recorded for such arguments, whatever is in them."""
         if key != self.recording.key:
             return False
         if self._grad is not None and torch.is_grad_enabled() != self._grad:
             return False
-        if not self._any_size and arguments.sizes() not in self._seen:
-            return False
+        return self._any_size or arguments.sizes() in self._seen
+
+    def holds(self, arguments: Arguments) -> bool:
+        """Whether a call would decide as recorded; asked if the recording is for its arguments."""
         if self._guards is None:
             return True
         module, inputs = self._guards
@@ -228,8 +232,9 @@ class VariantStage(Parts):
                 f"stage {self.index} was sent values of a recording that it does not have: this "
                 "rank was not given the batch, so it could not record it; pass it on every rank"
             )
-        if here.track is not None and here.track.base is not None:
-            here.track.frame = Planned(wiring.code.route)
+        track = here.track
+        if track is not None and track.base is not None:
+            track.frame = Planned(wiring.code.route)
         return wiring.run(values, leaves)
 
 
@@ -283,12 +288,24 @@ class StagedModel:
     def choose(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str, list[Any]]:
         """Return which recording a call follows, and the leaves of its arguments."""
         arguments = Arguments.of(args, kwargs)
+        return self.choice(arguments)[0], arguments.leaves
+
+    def choice(self, arguments: Arguments) -> tuple[str, bool]:
+        """Return which recording a call follows, and whether all calls that look alike do.
+
+        Until the model changes, or something around it: autocast, whether gradients are enabled.
+        """
         key = (*arguments.key(), *ambient_key())
+        goes_by_looks = True
         for variant in self._current:
-            if variant.fits(key, arguments):
-                return variant.name, arguments.leaves
+            if not variant.is_for(key, arguments):
+                continue
+            goes_by_looks = goes_by_looks and variant.goes_by_looks
+            if variant.holds(arguments):
+                return variant.name, goes_by_looks
         with self._lock:
-            return self._recorded(arguments), arguments.leaves
+            # Not said of a new recording: only its guards know, and none of them was asked.
+            return self._recorded(arguments), False
 
     def look_at_model(self) -> None:
         """See which recordings still hold: once before a batch is run."""

@@ -41,6 +41,8 @@ class Watch:
         self._modules = dict(modules)
         self._numbers = self._read(_numbers)
         self._objects = self._read(_objects)
+        self._unnamed_numbers = self._list(_numbers)
+        self._unnamed_objects = self._list(_objects)
         self._contents = self._read(_contents)
 
     def _read(self, what: Any) -> dict[str, Any]:
@@ -50,12 +52,20 @@ class Watch:
             for name, value in what(module)
         }
 
+    def _list(self, what: Any) -> list[Any]:
+        """Return what ``_read`` does without names: they are wanted only if something differs."""
+        return [list(what(module)) for module in self._modules.values()]
+
     def changed(self) -> list[str]:
         """Return the plain values that are others now; new ones are not among them."""
+        if self._list(_numbers) == self._unnamed_numbers:
+            return []
         return _differing(self._numbers, self._read(_numbers))
 
     def replaced(self) -> list[str]:
         """Return the parameters, buffers, modules and tensors that are others now, and hooks."""
+        if self._list(_objects) == self._unnamed_objects:
+            return []
         return _differing(self._objects, self._read(_objects), or_new=True)
 
     def altered(self) -> list[str]:
@@ -129,12 +139,12 @@ def _objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, value in vars(module)[table].items():
             yield name, _identity(value)
     for name, value in vars(module).items():
-        if isinstance(value, Tensor):
+        if name not in _OF_EVERY_MODULE and isinstance(value, Tensor):
             yield name, _identity(value)
     for name in _HOOKS:
+        hooks = vars(module)[name]
         # Those that only collect results come with the first call that asks for them.
-        hooks = [hook for hook in vars(module)[name].values() if not _collects(hook)]
-        yield name, len(hooks)
+        yield name, sum(not _collects(hook) for hook in hooks.values()) if hooks else 0
 
 
 def _identity(value: Any) -> Any:

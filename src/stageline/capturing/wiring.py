@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stageline.capturing.regions import end_region
 from stageline.capturing.stage import Parts, StageModule
-from stageline.capturing.values import unflatten
+from stageline.capturing.values import flatten, unflatten
 
 if TYPE_CHECKING:
     from stageline.capturing.staged import Variant
@@ -49,6 +49,12 @@ class Wiring:
                 self._carries.append((1, places[value]))
             else:
                 self._carries.append((2, inputs[value]))
+        # By far the most common stage takes one value and makes one, which is all that leaves it.
+        sources = [*self._uses, *((False, place) for place in self.code.inputs)]
+        is_simple = not self._changes and not self.code.has_regions
+        self._only = sources[0] if is_simple and len(sources) == 1 else None
+        self._makes_all = len(self.code.makes) == 1 and self._carries == [(0, 0)]
+        self._returns_one = variant.recording.output_spec == flatten(0)[1]
 
     def on(self, parts: Parts) -> Wiring:
         """Return the same for a copy of the stage."""
@@ -56,23 +62,33 @@ class Wiring:
         return Wiring(variant, index, self.module.on(parts), is_plain, is_last)
 
     def run(self, values: Sequence[Any], leaves: Sequence[Any]) -> Any:
-        if self._changes:
-            # Changed in place here: the stage before may have kept it for its backward.
-            values = [v.clone() if i in self._changes else v for i, v in enumerate(values)]
-        used = [values[i] if sent else leaves[i] for sent, i in self._uses]
-        used += [leaves[i] for i in self.code.inputs]
-        if self.code.has_regions:
-            try:
-                result = self.module(*used)
-            finally:
-                end_region()
+        if self._only is not None:
+            sent, place = self._only
+            result = self.module(values[place] if sent else leaves[place])
         else:
-            result = self.module(*used)
+            values, result = self._run(values, leaves)
         if self._is_last:
-            return unflatten(list(result), self._spec)
+            return result[0] if self._returns_one else unflatten(list(result), self._spec)
+        if self._makes_all:
+            is_bare = self._is_plain and isinstance(result, Tensor)
+            return result if is_bare else (self._name, result)
         results = (result,) if len(self.code.makes) == 1 else result
         sources = (results, values, leaves)
         carried = [sources[source][i] for source, i in self._carries]
         if self._is_plain and len(carried) == 1 and isinstance(carried[0], Tensor):
             return carried[0]
         return (self._name, *carried)
+
+    def _run(self, values: Sequence[Any], leaves: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+        """Return the values that came in, those that change as copies, and what the code makes."""
+        if self._changes:
+            # Changed in place here: the stage before may have kept it for its backward.
+            values = [v.clone() if i in self._changes else v for i, v in enumerate(values)]
+        used = [values[i] if sent else leaves[i] for sent, i in self._uses]
+        used += [leaves[i] for i in self.code.inputs]
+        if not self.code.has_regions:
+            return values, self.module(*used)
+        try:
+            return values, self.module(*used)
+        finally:
+            end_region()

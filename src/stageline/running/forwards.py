@@ -21,6 +21,7 @@ from stageline.running.split.again import Statistics, is_changed, versions
 from stageline.running.split.deferred import Deferred
 from stageline.running.split.mode import Differentiates, Splitting, leave_whole
 from stageline.running.state import StepState
+from stageline.running.streams.calls import CallStreams
 from stageline.running.transports.base import Edge
 from stageline.torch_private import tree_flatten
 
@@ -170,24 +171,29 @@ def _run(
 
 def call_stage(state: StepState, program: StageProgram, microbatch: int, value: Any) -> Any:
     """Call a stage with what the stage before returned."""
+    if state.streams is None:
+        if state.chosen:
+            return _call_recorded(state, program, microbatch, value)
+        return program.call(value)
     if state.chosen:
         call = partial(_call_recorded, state, program, microbatch, value)
-        return _drawing(state, program.index, microbatch, call)
-    if state.streams is None:
-        return program.call(value)
-    return _drawing(state, program.index, microbatch, partial(program.call, value))
+    else:
+        call = partial(program.call, value)
+    return _drawing(state.streams, program.index, microbatch, call)
 
 
 def call_first(state: StepState, program: StageProgram, microbatch: int) -> Any:
     """Call the first stage with the arguments of the model."""
     inputs = _model_inputs(state, microbatch)
-    if state.streams is None and not state.chosen:
+    if state.streams is None:
+        if state.chosen:
+            return _call_recorded(state, program, microbatch, None, inputs)
         return program.call_first(*inputs)
     if state.chosen:
         call = partial(_call_recorded, state, program, microbatch, None, inputs)
     else:
         call = partial(program.call_first, *inputs)
-    return _drawing(state, program.index, microbatch, call)
+    return _drawing(state.streams, program.index, microbatch, call)
 
 
 def _model_inputs(state: StepState, microbatch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -205,11 +211,9 @@ def _model_inputs(state: StepState, microbatch: int) -> tuple[tuple[Any, ...], d
     return args, kwargs
 
 
-def _drawing(state: StepState, stage: int, microbatch: int, call: Callable[[], Any]) -> Any:
+def _drawing(streams: CallStreams, stage: int, microbatch: int, call: Callable[[], Any]) -> Any:
     """Run a stage; what it draws comes from the streams of the microbatch."""
-    if state.streams is None:
-        return call()
-    with state.streams.forward(stage, microbatch):
+    with streams.forward(stage, microbatch):
         return call()
 
 
@@ -217,11 +221,12 @@ def _call_recorded(
     state: StepState, program: StageProgram, microbatch: int, value: Any, inputs: Any = None
 ) -> Any:
     """Run a stage of a recorded model: it takes arguments of the model whichever stage it is."""
-    chosen = state.chosen[microbatch]
-    leaves = chosen.leaves
-    if inputs is not None and state.microbatches.inputs_with_gradient and state.builds_graph:
+    variant, leaves = state.chosen[microbatch]
+    if inputs is not None and state.builds_graph and state.microbatches.inputs_with_gradient:
         leaves = tree_flatten(inputs)[0]
-    return program.module(value, program.localise(leaves), chosen.variant)
+    if not program.is_on_cpu:
+        leaves = program.localise(leaves)
+    return program.module(value, leaves, variant)
 
 
 def finish(

@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stageline import torch_private as trees
+from stageline.capturing.values import SIMPLE
 from stageline.errors import BatchError
 from stageline.running.hidden import find_hidden_tensor
 from stageline.wording import a_kind
@@ -168,6 +169,16 @@ class Microbatches:
             for leaf, _ in (*self._args.flat(), *self._kwargs.flat())
         ]
         return flags if any(flags) else []
+
+    @cached_property
+    def inputs_look_alike(self) -> bool:
+        """Whether inputs of microbatches of one size differ in what is in tensors, no more.
+
+        All slices of a plain tensor are alike, and what is not split is one object for all; what
+        a container makes of its parts, or another kind of tensor of its slices, nobody knows.
+        """
+        given = (*self._args._tree, *self._kwargs._tree.values())
+        return all(_is_plain(_unmarked(value)) for value in given)
 
     def named_leaves(self) -> list[tuple[str, Any]]:
         """Return every leaf of the batch, whole, with its name."""
@@ -340,6 +351,12 @@ class _Sliceable:
             for leaf, dim in zip(self.leaves, self.dims, strict=True)
         ]
         return trees.tree_unflatten(leaves, self._spec)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (Tensor, nn.Parameter):
+        return value.layout is torch.strided and not value.is_nested
+    return type(value) in SIMPLE
 
 
 def _narrow(leaf: Tensor, dim: int, start: int, length: int, detached: bool) -> Tensor:

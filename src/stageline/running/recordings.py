@@ -6,19 +6,19 @@ their own would all have to wait for it in the middle of a step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from stageline.capturing.inputs import Arguments
 from stageline.capturing.staged import StagedModel, VariantStage
 from stageline.errors import BatchError
 from stageline.running.microbatches import Microbatches
-from stageline.torch_private import tree_flatten, tree_unflatten
+from stageline.torch_private import tree_flatten
 
 
-@dataclass(frozen=True)
-class Chosen:
+class Chosen(NamedTuple):
     """What one microbatch follows.
 
     Attributes:
@@ -52,29 +52,51 @@ class Recordings:
         self._staged.train(mode)
 
     def choose(self, batch: Microbatches, *, builds_graph: bool) -> list[Chosen]:
-        """Return what each microbatch follows; record what was not seen before."""
-        self._staged.look_at_model()
-        # As it will run: a model may decide by whether gradients are asked for.
-        with torch.set_grad_enabled(builds_graph):
-            return [self._chosen(batch, index, builds_graph) for index in range(batch.count)]
+        """Return what each microbatch follows; record what was not seen before.
 
-    def _chosen(self, batch: Microbatches, index: int, builds_graph: bool) -> Chosen:
+        A microbatch that looks like the one before follows the same, unless some decision goes by
+        what is in the tensors.
+        """
+        self._staged.look_at_model()
         flags = batch.inputs_with_gradient if builds_graph else []
-        args, kwargs = batch.inputs(index)
-        if self._is_first and not flags:  # by far the most common case
-            return Chosen(*self._staged.choose(args, kwargs))
-        leaves, spec = tree_flatten((args, kwargs))
-        if not self._is_first and not self._is_whole(leaves):
-            self._check(leaves)
-            return Chosen(None, leaves)
-        if not flags:
-            return Chosen(*self._staged.choose(args, kwargs))
-        wanting = [
-            leaf.detach().requires_grad_() if flag else leaf
-            for leaf, flag in zip(leaves, flags, strict=True)
-        ]
-        args, kwargs = tree_unflatten(wanting, spec)
-        return Chosen(self._staged.choose(args, kwargs)[0], leaves)
+        # As it will run: a model may decide by whether gradients are asked for.
+        if torch.is_grad_enabled() is builds_graph:
+            return self._choose(batch, flags)
+        with torch.set_grad_enabled(builds_graph):
+            return self._choose(batch, flags)
+
+    def _choose(self, batch: Microbatches, flags: Sequence[bool]) -> list[Chosen]:
+        found: list[Chosen] = []
+        variant, decided = None, 0  # what microbatches of a size follow that is decided
+        for index, size in enumerate(batch.sizes):
+            args, kwargs = batch.inputs(index)
+            if size == decided:
+                found.append(Chosen(variant, [*args, *kwargs.values()]))
+                continue
+            chosen, goes_by_looks = self._chosen(args, kwargs, flags)
+            variant = chosen.variant
+            decided = size if goes_by_looks and batch.inputs_look_alike else 0
+            found.append(chosen)
+        return found
+
+    def _chosen(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], flags: Sequence[bool]
+    ) -> tuple[Chosen, bool]:
+        """Return what a microbatch follows, and whether all do that look like it."""
+        # Flags are those of the leaves as torch alone sees them.
+        given = Arguments(*tree_flatten((args, kwargs))) if flags else Arguments.of(args, kwargs)
+        if not self._is_first and not self._is_whole(given.leaves):
+            self._check(given.leaves)
+            return Chosen(None, given.leaves), True
+        asked = given
+        if flags:
+            wanting = [
+                leaf.detach().requires_grad_() if flag else leaf
+                for leaf, flag in zip(given.leaves, flags, strict=True)
+            ]
+            asked = Arguments.of(*given.with_leaves(wanting).unpacked())
+        variant, goes_by_looks = self._staged.choice(asked)
+        return Chosen(variant, given.leaves), goes_by_looks
 
     def _is_whole(self, leaves: list[Any]) -> bool:
         """Whether a rank was given all that the model was recorded with."""
