@@ -178,6 +178,26 @@ def test_more_records_than_a_pipe_holds(party: SharedParty) -> None:
     assert party.run(story)[1] == list(range(2500))
 
 
+def test_one_slab_carries_packets_of_changing_kinds(party: SharedParty) -> None:
+    """A header is written again only where another kind lies in the slab."""
+    kinds = (torch.float32, torch.float64, torch.float32, torch.float32, torch.int16)
+
+    def packet(index: int) -> Packet:
+        if index % 7 == 3:
+            return leave((torch.full((2,), index), index))[0]
+        return Packet([torch.full((1 + index % 2, 3), index, dtype=kinds[index % 5])])
+
+    def story(rank: int, endpoint: Endpoint) -> list[bool]:
+        if rank == 0:
+            for index in range(60):
+                endpoint.send(edge(index), packet(index))
+            return []
+        got = [endpoint.receive(edge(index)).wait() for index in range(60)]
+        return [same(one.leaves[0], packet(i).leaves[0]) for i, one in enumerate(got)]
+
+    assert party.run(story, window=1)[1] == [True] * 60
+
+
 def sends_first(rank: int, endpoint: Endpoint) -> list[bool]:
     """Both ranks send four megabytes each before either receives: memory must be taken in turns."""
     own = [torch.full((1 << 18,), float(10 * rank + index)) for index in range(4)]

@@ -14,7 +14,7 @@ import os
 
 import torch
 
-_MANY_LOOKS, _FEW_LOOKS = 400, 5
+_MANY_LOOKS, _FEW_LOOKS = 1200, 5
 
 
 def share_of_threads(num_ranks: int) -> int:
@@ -31,7 +31,7 @@ def share_of_cores() -> int:
 def looks_before_sleep(num_ranks: int) -> int:
     """Return how often one of several ranks on this host looks for a packet before it sleeps.
 
-    A look takes two microseconds, and waking up fifty: with a core for each rank, looking for a
+    A look takes a microsecond, and waking up fifty: with a core for each rank, looking for a
     millisecond made small steps a fifth faster, and large ones no slower. Who shares a core gives
     it away at once.
     """

@@ -49,9 +49,10 @@ class Packed:
         self.size = size
         self._parts = parts
 
-    def copy_to(self, address: int) -> None:
-        """Lay it down at an address."""
-        ctypes.memmove(address, self.header, len(self.header))
+    def copy_to(self, address: int, *, has_header: bool = False) -> None:
+        """Lay it down at an address, where its header may lie already."""
+        if not has_header:
+            ctypes.memmove(address, self.header, len(self.header))
         address += on_lines(len(self.header))
         for source, size, _ in self._parts:
             ctypes.memmove(address, source, size)
@@ -83,8 +84,9 @@ def _pack_one(packet: Packet, tensor: Tensor, edge: Edge) -> Packed:
 class Kind:
     """What a header says: how packets of one kind are rebuilt."""
 
-    def __init__(self, header: wire.Header) -> None:
+    def __init__(self, header: wire.Header, size: int) -> None:
         self._header = header
+        self._start = on_lines(size)
         self._layouts = header.layouts
         self._only: wire.Layout | None = None
         if header.spec is None and len(header.leaves) == 1 and _is_plain(self._layouts):
@@ -93,10 +95,16 @@ class Kind:
     @classmethod
     @lru_cache(maxsize=wire.MOST_KINDS)
     def of(cls, header: bytes) -> Kind:
-        return cls(wire.read(header))
+        return cls(wire.read(header), len(header))
+
+    @classmethod
+    def at(cls, address: int, size: int) -> Kind:
+        """Return the kind whose header, of so many bytes, lies at an address."""
+        return cls.of(ctypes.string_at(address, size))
 
     def rebuild(self, address: int) -> Packet:
-        """Return a packet whose tensors are copies of what lies at an address."""
+        """Return a copy of the packet that lies at an address, after its header."""
+        address += self._start
         if self._only is not None:
             layout = self._only
             tensor = torch.empty(layout.shape, dtype=layout.dtype)
@@ -118,9 +126,3 @@ class Kind:
 
 def _is_plain(layouts: Sequence[wire.Layout]) -> bool:
     return len(layouts) == 1 and layouts[0].is_plain
-
-
-def unpack(address: int, header_size: int) -> Packet:
-    """Return a copy of the packet that lies at an address."""
-    header = ctypes.string_at(address, header_size)
-    return Kind.of(header).rebuild(address + on_lines(header_size))
