@@ -12,6 +12,7 @@ PLAIN = "plain, one thread"
 OURS = "stageline processes, 1f1b"
 AGAIN = "the same again (A/A)"
 LIMIT = "limit of 1F1B"
+REPLAYED = "the same, replayed"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class Entry:
     processes: int = 2
     threads: int = 1
     environment: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its lines in the tables."""
+        return (LIMIT, REPLAYED) if self.name == LIMIT else (self.name,)
 
     @property
     def is_ours(self) -> bool:

@@ -20,10 +20,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import stageline as sl
 from benchmarks.tools.world import free_port, world
 from environments import python_of
-from lineup import LIMIT, Entry
+from limits import replayed as replay
+from limits import with_means
+from lineup import LIMIT, REPLAYED, Entry
 from models import Case
 from nursery import Child, Nursery
 from plain import reference
@@ -75,17 +76,17 @@ class Group:
             raise Failed(errors[0].splitlines()[0])
         return answers
 
-    def turn(self) -> tuple[float, float]:
-        """Let it run its steps; return the seconds of one, and its CPU time."""
+    def turn(self) -> tuple[dict[str, float], float]:
+        """Let it run its steps; return the seconds of one by name, and its CPU time."""
         for child in self._children:
             child.commands.write(json.dumps({"steps": self.case.steps}) + "\n")
         answers = self.said()
+        cpu = sum(answer["cpu"] for answer in answers)
         if self.entry.name == LIMIT:
-            seconds = makespan(self.case, answers)
-        else:
-            # Ranks begin and end at different times; how long a step takes is the same for all.
-            seconds = statistics.fmean(answer["seconds"] for answer in answers)
-        return seconds, sum(answer["cpu"] for answer in answers)
+            means, replayed = (limit(self.case, answers) for limit in (with_means, replay))
+            return {LIMIT: means, REPLAYED: replayed}, cpu
+        # Ranks begin and end at different times; how long a step takes is the same for all.
+        return {self.entry.name: statistics.fmean(answer["seconds"] for answer in answers)}, cpu
 
     def close(self) -> None:
         for child in self._children:
@@ -117,17 +118,6 @@ class Nurseries:
         return self._known[key]
 
 
-def makespan(case: Case, answers: list[Answer]) -> float:
-    """Return the time of a step of 1F1B in which nothing is waited for but the schedule."""
-    costs = sl.Costs(
-        forward=[answer["forward"] for answer in answers],
-        backward=[answer["backward"] for answer in answers],
-    )
-    schedule = sl.schedules.one_f_one_b(2, case.num_microbatches)
-    # The first rank ends last, and its next step begins after its optimizer.
-    return float(sl.simulate(schedule, costs).T) + float(answers[0]["update"])
-
-
 def _environment(entry: Entry, python: Path) -> dict[str, str]:
     environment = dict(os.environ)
     environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(entry.threads)
@@ -142,7 +132,8 @@ def _environment(entry: Entry, python: Path) -> dict[str, str]:
 def race(case: Case, entries: Iterable[Entry], rounds: int, nurseries: Nurseries) -> Outcome:
     """Run a case; the first round warms up and is not counted."""
     entries = list(entries)
-    outcome, shuffle = Outcome(case, order=[entry.name for entry in entries]), random.Random(0)
+    order = [name for entry in entries for name in entry.names]
+    outcome, shuffle = Outcome(case, order), random.Random(0)
     with ExitStack() as stack:
         groups = _started(case, entries, nurseries, outcome, stack)
         for number in range(rounds + 1):
@@ -156,9 +147,9 @@ def race(case: Case, entries: Iterable[Entry], rounds: int, nurseries: Nurseries
                     outcome.failures[name] = str(failure)
                     outcome.seconds.pop(name, None)
                     continue
-                if number:
-                    outcome.seconds.setdefault(name, []).append(seconds)
-                    outcome.cpu.setdefault(name, []).append(cpu)
+                for shown, each in seconds.items() if number else ():
+                    outcome.seconds.setdefault(shown, []).append(each)
+                    outcome.cpu.setdefault(shown, []).append(cpu)
             outcome.load.append(os.getloadavg()[0])
     return outcome
 

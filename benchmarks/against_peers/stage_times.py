@@ -40,8 +40,7 @@ class Stage:
             if self.rank == 0:
                 self.root = torch.randn_like(self.module(self.inputs[0])) * 1e-3
         self.targets = [y for _, y in case.microbatches()]
-        self.spent = [0.0, 0.0, 0.0]  # forward, backward, optimizer
-        self.steps = 0
+        self.spent: list[list[float]] = [[], [], []]  # forwards, backwards, optimizer steps
 
     def step(self) -> None:
         """Run all microbatches, the first stage one forward ahead as in 1F1B."""
@@ -53,12 +52,11 @@ class Stage:
         while ahead:
             self._backward(ahead)
         self._timed(2, self._update)
-        self.steps += 1
 
     def _timed(self, what: int, function: Callable[[], Any]) -> Any:
         start = time.perf_counter()
         result = function()
-        self.spent[what] += time.perf_counter() - start
+        self.spent[what].append(time.perf_counter() - start)
         return result
 
     def _forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -76,24 +74,23 @@ class Stage:
         self.optimizer.zero_grad()
 
 
-def build(case: Case) -> Callable[[int], dict[str, float]]:
-    """Return a turn: stages are run for a while, and their mean times returned."""
+def build(case: Case) -> Callable[[int], dict[str, Any]]:
+    """Return a turn: stages are run for a while, and all their times returned."""
     keep_freed_memory()  # as every pipeline of ours does
     stage = Stage(case)
 
-    def turn(steps: int) -> dict[str, float]:
+    def turn(steps: int) -> dict[str, Any]:
         stage.step()
-        stage.spent, stage.steps = [0.0, 0.0, 0.0], 0
+        stage.spent = [[], [], []]
         end, cpu = time.perf_counter() + SECONDS, time.process_time()
-        while stage.steps == 0 or time.perf_counter() < end:
+        while not stage.spent[2] or time.perf_counter() < end:
             stage.step()
-        forward, backward, update = (seconds / stage.steps for seconds in stage.spent)
-        count = case.num_microbatches
+        forwards, backwards, updates = stage.spent
         return {
-            "forward": forward / count,
-            "backward": backward / count,
-            "update": update,
-            "cpu": (time.process_time() - cpu) / stage.steps,
+            "forwards": forwards,
+            "backwards": backwards,
+            "updates": updates,
+            "cpu": (time.process_time() - cpu) / len(updates),
         }
 
     return turn

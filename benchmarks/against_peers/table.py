@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.tools.pages import processor
-from lineup import AGAIN, LIMIT, OURS, PLAIN, TORCH
+from lineup import AGAIN, LIMIT, OURS, PLAIN, REPLAYED, TORCH
 from results import Outcome
 
 
@@ -24,6 +24,7 @@ class Line:
     over_torch: float | None
     over_plain: float | None
     of_limit: float | None
+    of_replayed: float | None
 
 
 def ratio(outcome: Outcome, over: str, under: str) -> float | None:
@@ -44,6 +45,7 @@ def lines(outcome: Outcome) -> list[Line]:
             ratio(outcome, TORCH, name),
             ratio(outcome, PLAIN, name),
             ratio(outcome, LIMIT, name),
+            ratio(outcome, REPLAYED, name),
         )
         for name in outcome.order
         if name in outcome.seconds
@@ -64,16 +66,17 @@ def markdown(outcome: Outcome) -> str:
     text = [
         f"**({case.letter}) {case.title}.**",
         "",
-        "| | ms | spread | CPU ms | over torch 1F1B | over plain | of the limit |",
-        "|---|---|---|---|---|---|---|",
+        "| | ms | spread | CPU ms | over torch 1F1B | over plain | of the limit | replayed |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for line in lines(outcome):
         mark = " (untied copies)" if line.name in outcome.untied else ""
-        ratios = [_cell(x) for x in (line.over_torch, line.over_plain, line.of_limit)]
+        compared = (line.over_torch, line.over_plain, line.of_limit, line.of_replayed)
+        ratios = [_cell(x) for x in compared]
         cells = [f"{line.milliseconds:.2f}", f"{line.spread:.0%}", f"{line.cpu:.2f}", *ratios]
         text.append(f"| {line.name}{mark} | {' | '.join(cells)} |")
     for name, why in outcome.failures.items():
-        text.append(f"| {name} | {why.replace('|', '/')} | | | | | |")
+        text.append(f"| {name} | {why.replace('|', '/')} | | | | | | |")
     same = ratio(outcome, OURS, AGAIN)
     if same is not None:
         rounds = f"{len(outcome.seconds[OURS])} rounds, load {_range(outcome.load)}"
