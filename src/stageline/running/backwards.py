@@ -7,10 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from stageline.running.autocast import autocast_suspended
-from stageline.running.boundary import GradientSlot, Packet
+from stageline.running.boundary import GradientSlot, Packet, Root
 from stageline.running.program import StageProgram
 from stageline.running.split.deferred import Deferred
 from stageline.running.state import Key, StepState
@@ -58,7 +57,7 @@ def weight_gradient(state: StepState, stage: int, microbatch: int, edge: Edge | 
 def differentiate(
     state: StepState,
     key: Key,
-    roots: Sequence[GradientEdge | Tensor],
+    roots: Sequence[Root],
     gradients: Sequence[Tensor],
 ) -> None:
     """Run a backward from these roots."""
@@ -79,9 +78,7 @@ def _differentiate(state: StepState, key: Key, run: Callable[[], None]) -> None:
             run()
 
 
-def _roots(
-    state: StepState, program: StageProgram, key: Key
-) -> tuple[list[GradientEdge], list[Tensor]]:
+def _roots(state: StepState, program: StageProgram, key: Key) -> tuple[list[Root], list[Tensor]]:
     """Wait for the gradients of a stage's outputs; return them, and where they enter its graph."""
     gradients = state.take(state.gradients, program, key).leaves
     roots = state.roots.pop(key)

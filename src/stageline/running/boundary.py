@@ -81,7 +81,11 @@ class Packet:
 _ONE = (True,)
 
 
-def leave(value: Any, buffers: Sequence[Tensor] = ()) -> tuple[Packet, list[GradientEdge]]:
+Root = GradientEdge | Tensor
+"""Where a gradient enters a graph: an edge, or a tensor that may be kept alive for it."""
+
+
+def leave(value: Any, buffers: Sequence[Tensor] = ()) -> tuple[Packet, list[Root]]:
     """Detach a stage's output; return the packet, and the edges where gradients enter.
 
     Args:
@@ -93,7 +97,8 @@ def leave(value: Any, buffers: Sequence[Tensor] = ()) -> tuple[Packet, list[Grad
     if isinstance(value, Tensor) and value.requires_grad:  # by far the most common value
         return Packet([value.detach()], None, _ONE), [gradient_edge(value)]
     packet = Packet([value]) if isinstance(value, Tensor) else _flatten(value)
-    leaves, roots = packet.leaves, []
+    leaves: list[Any] = packet.leaves
+    roots: list[Root] = []
     differentiable = [False] * len(leaves)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
-from stageline.running.boundary import GradientSlot, Packet
+from stageline.running.boundary import GradientSlot, Packet, Root
 from stageline.running.foreign import ForeignParameters
 from stageline.running.loss import LossRule
 from stageline.running.microbatches import Microbatches
@@ -71,7 +70,7 @@ class StepState:
         self.foreign = foreign
         self.arrivals: dict[Key, Receipt] = {}
         self.departures: dict[Key, Packet] = {}
-        self.roots: dict[Key, list[GradientEdge]] = {}
+        self.roots: dict[Key, list[Root]] = {}
         self.slots: dict[Key, GradientSlot] = {}
         self.gradients: dict[Key, Receipt] = {}
         self.returns: dict[Key, Packet] = {}

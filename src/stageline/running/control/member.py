@@ -13,12 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from hashlib import blake2b
 from typing import Any, Protocol
 
 from stageline import log
 from stageline.errors import PipeError
-from stageline.running.control.agreement import ROWS, Facts
+from stageline.running.control.agreement import Facts, digest_of_call
 from stageline.running.control.board import LONGEST, Board, BoardFiles
 from stageline.running.control.failures import Aborted, Failure
 from stageline.running.control.joining import Meeting
@@ -110,7 +109,7 @@ class Member:
         """Begin the call that was counted; what the other ranks must agree with goes along."""
         with self._changed:
             self._facts, self._is_told = facts, False
-        if self._board is None or self._board.begin(self.epoch, _digest(facts)):
+        if self._board is None or self._board.begin(self.epoch, digest_of_call(facts)):
             self._tell_facts()
 
     def _tell_facts(self) -> None:
@@ -335,14 +334,6 @@ class Member:
                 raise
             # The listener hears the same, and knows more; whoever waits is told by it.
             log.debug(self.rank, f"the hub could not be told {message['kind']}")
-
-
-def _digest(facts: Facts) -> int:
-    """Return a number for the facts of a call; 0 if a rank knows only a part of them."""
-    if facts.get(ROWS) is None:
-        return 0
-    told = json.dumps(facts).encode()
-    return int.from_bytes(blake2b(told, digest_size=8).digest(), "little") or 1
 
 
 class Slowness:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from stageline.running.boundary import gradient_edge
+from stageline.running.boundary import Root, gradient_edge
 from stageline.torch_private import applier, gradients_of, run_backward
 
 
@@ -33,14 +33,14 @@ class Deferred:
     __slots__ = ("_edges", "_gradients", "_leaves", "is_open", "places")
 
     def __init__(self) -> None:
-        self._edges: list[GradientEdge] = []
+        self._edges: list[Root] = []
         self._gradients: list[Tensor] = []
         self._leaves: dict[int, nn.Parameter] | None = None
         self.is_open = False
         self.places = 0
 
     @classmethod
-    def whole(cls, roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> Deferred:
+    def whole(cls, roots: Sequence[Root], gradients: Sequence[Tensor]) -> Deferred:
         """Return a backward that is left to W as it is: nobody waits for the input's gradient."""
         deferred = cls()
         deferred._edges += roots

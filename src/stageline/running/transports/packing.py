@@ -81,6 +81,37 @@ def _pack_one(packet: Packet, tensor: Tensor, edge: Edge) -> Packed:
     return Packed(header, on_lines(len(header)) + on_lines(num_bytes), parts)
 
 
+class Repeated:
+    """How a packet of one tensor lies: what it takes to send another one like it.
+
+    Attributes:
+        header: Its header.
+        start: Where the tensor begins, after the header.
+        num_bytes: Those of the tensor.
+        size: Those of the packet.
+    """
+
+    __slots__ = ("_looks", "header", "num_bytes", "size", "start")
+
+    def __init__(self, packet: Packet, tensor: Tensor, packed: Packed) -> None:
+        self._looks = wire.looks_of_one(packet, tensor)
+        self.header = packed.header
+        self.start = on_lines(len(packed.header))
+        self.num_bytes = tensor.nbytes
+        self.size = packed.size
+
+    @classmethod
+    def of(cls, packet: Packet, packed: Packed) -> Repeated | None:
+        """Return how a packet lies; None if it is more than one tensor."""
+        only = wire.only_tensor(packet)
+        return None if only is None else cls(packet, only, packed)
+
+    def tensor_of(self, packet: Packet) -> Tensor | None:
+        """Return the tensor of a packet that looks the same; None if it does not."""
+        only = wire.only_tensor(packet)
+        return only if only is not None and wire.looks_of_one(packet, only) == self._looks else None
+
+
 class Kind:
     """What a header says: how packets of one kind are rebuilt."""
 

@@ -198,10 +198,15 @@ def only_tensor(packet: Packet) -> Tensor | None:
     return leaf if lies_plainly else None
 
 
+def looks_of_one(packet: Packet, tensor: Tensor) -> tuple[Any, ...]:
+    """Return all that the JSON says of a packet of one tensor that lies plainly."""
+    alignment = tensor.data_ptr() % _ALIGNMENT
+    return (tensor.dtype, tensor.shape, tensor.stride(), alignment, *packet.differentiable)
+
+
 def text_of_one(packet: Packet, tensor: Tensor, edge: Edge) -> bytes:
     """Return the JSON of a packet of one tensor that lies plainly."""
-    alignment = tensor.data_ptr() % _ALIGNMENT
-    key = (tensor.dtype, tensor.shape, tensor.stride(), alignment, *packet.differentiable)
+    key = looks_of_one(packet, tensor)
     known = _texts.get(key)
     if known is None:
         known = json.dumps(describe(packet, edge)[0]).encode()
@@ -243,15 +248,8 @@ def describe(packet: Packet, edge: Edge) -> tuple[dict[str, Any], list[Tensor]]:
 
 
 def _on_the_wire(tensor: Tensor, edge: Edge, index: int) -> Tensor:
-    if (
-        tensor.layout is not torch.strided
-        or tensor.is_quantized
-        or type(tensor)
-        not in (
-            Tensor,
-            torch.nn.Parameter,
-        )
-    ):
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_quantized
+    if tensor.layout is not torch.strided or not is_plain:
         raise EdgeError(
             f"edge {edge}: leaf {index} is a {type(tensor).__name__} of layout {tensor.layout}; "
             "only plain dense tensors can cross between processes: convert it, or keep it within "
