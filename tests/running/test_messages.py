@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -101,6 +102,23 @@ def test_messages_of_several_threads_do_not_mix(pair: tuple[Connection, Connecti
         sender.join()
     for who in range(4):
         assert [message["n"] for message in got if message["who"] == who] == list(range(40))
+
+
+def test_who_has_read_all_may_leave_before_the_sender_is_told_so(
+    pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that failed at once after joining ended the job of rank 0 with a broken pipe."""
+    ours, theirs = pair
+    send = socket.send_fds
+
+    def sent_and_read(*args: Any) -> int:
+        count = send(*args)
+        theirs.close()
+        return count
+
+    monkeypatch.setattr(socket, "send_fds", sent_and_read)
+    with open(os.devnull) as file:
+        ours.send({"kind": "ready"}, [file.fileno()])
 
 
 def test_files_come_with_their_message(pair: tuple[Connection, Connection]) -> None:

@@ -53,6 +53,7 @@ class BoardFiles(NamedTuple):
             return None
         try:
             memory = nameless_file(_size(num_ranks))
+            os.close(_opened_again(memory))
         except OSError:
             return None
         return cls(memory, *(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2)))
@@ -89,7 +90,7 @@ class Board:
         self._mine = _place(rank)
         self._bells = (files.even, files.odd)
         # A lock belongs to an opened file: with the one that was handed over, all would have it.
-        self._lock = _Lock(os.open(f"/proc/self/fd/{files.memory}", os.O_RDWR), give_up)
+        self._lock = _Lock(_opened_again(files.memory), give_up)
         os.close(files.memory)
 
     def begin(self, epoch: int, digest: int) -> bool:
@@ -204,6 +205,10 @@ class Board:
         self._lock.close()
         for bell in self._bells:
             os.close(bell)
+
+
+def _opened_again(file: int) -> int:
+    return os.open(f"/proc/self/fd/{file}", os.O_RDWR)
 
 
 def _place(rank: int) -> int:

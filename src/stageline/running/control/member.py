@@ -76,6 +76,7 @@ class Member:
         self._final: Failure | None = None
         self._others: Mapping[str, str] = {}
         self._process = os.getpid()
+        self._looks = looks_before_sleep(meeting.num_ranks)
         # Readable once the call has failed: what a transport polls beside its own files.
         self.wake_file, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
@@ -145,7 +146,7 @@ class Member:
             board.give_to_hub(epoch)
             return None
         board.done(epoch, text)
-        looks, slow = looks_before_sleep(self.num_ranks), None
+        looks, slow = self._looks, None
         while not board.is_over(epoch):
             if board.is_hubs(epoch):
                 return None

@@ -76,7 +76,8 @@ class Connection:
             if files:
                 sent = socket.send_fds(self.sock, [data], list(files))
                 data = data[sent:]
-            self.sock.sendall(data)
+            if data:  # to send nothing would fail if the other side has read all, and left
+                self.sock.sendall(data)
 
     def receive_one(self) -> Message:
         """Wait for one message; what has come with it stays for ``receive``.
