@@ -6,6 +6,7 @@ first calls, and with one in fifty later on.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 from zlib import crc32
 
@@ -72,9 +73,9 @@ def checksum(tensor: Tensor) -> int:
 
 def number_to_json(number: Tensor) -> list[Any]:
     """Return a tensor of one element as JSON, to the last bit."""
-    plain = number.detach().reshape(1).cpu()
+    plain = number.detach().cpu()
     dtype = str(number.dtype).removeprefix("torch.")
-    return [dtype, list(number.shape), plain.view(torch.uint8).tolist()]
+    return [dtype, list(number.shape), ctypes.string_at(plain.data_ptr(), plain.nbytes).hex()]
 
 
 def number_from_json(fields: list[Any]) -> Tensor:
@@ -85,5 +86,6 @@ def number_from_json(fields: list[Any]) -> Tensor:
         tensor(0.1000)
     """
     dtype, shape, content = fields
-    raw = torch.tensor(content, dtype=torch.uint8)
-    return raw.view(getattr(torch, dtype)).reshape(shape).clone()
+    number = torch.empty(shape, dtype=getattr(torch, dtype))
+    ctypes.memmove(number.data_ptr(), bytes.fromhex(content), number.nbytes)
+    return number

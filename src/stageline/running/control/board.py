@@ -223,8 +223,10 @@ class _Lock:
         self._give_up = give_up
 
     def __enter__(self) -> None:
-        if self._is_taken():
-            return
+        if not self._is_taken():
+            self._wait()
+
+    def _wait(self) -> None:
         start = time.monotonic()
         while not self._is_taken():
             if time.monotonic() - start > _PATIENCE:
