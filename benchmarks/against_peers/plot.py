@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from lineup import AGAIN, LIMIT
+from lineup import AGAIN, LIMIT, REPLAYED
 from results import Outcome
 from table import Line, lines
 
@@ -39,7 +39,11 @@ def svg(outcomes: Sequence[Outcome]) -> str:
 
 
 def _panel(outcome: Outcome, top: int) -> tuple[str, int]:
-    shown = [line for line in lines(outcome) if line.over_plain is not None and line.name != AGAIN]
+    shown = [
+        line
+        for line in lines(outcome)
+        if line.over_plain is not None and line.name not in (AGAIN, REPLAYED)
+    ]
     title = f"({outcome.case.letter}) {outcome.case.title}"
     parts = [f'<text x="10" y="{top + 16}" font-weight="bold">{escape(title)}</text>']
     first = top + 24

@@ -248,7 +248,7 @@ _KNOWN = {
         flops={"float32": 50e9},
         bandwidth=10e9,
         link=Link(latency=60e-6, bandwidth=10e9, handling=80e-6),
-        agreement=1.2e-3,
+        agreement=0.8e-3,
     ),
     "V100": _gpu("V100 32GB", 32, 900, 150, float32=15.7, float16=125),
     "A100": _gpu("A100 80GB", 80, 2039, 300, float32=19.5, bfloat16=312, float16=312),
