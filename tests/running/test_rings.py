@@ -1,0 +1,137 @@
+"""Records between two processes: in order, none lost, and who sleeps is woken."""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+from collections.abc import Iterator
+
+import pytest
+
+from stageline.running.slabs import can_share_memory
+from stageline.running.transports.rings import CAPACITY, Reader, Writer
+
+pytestmark = [
+    pytest.mark.threads,
+    pytest.mark.skipif(not can_share_memory(), reason="needs memory without a name"),
+]
+
+NUMBER = struct.Struct("<q")
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Writer, Reader]]:
+    writer = Writer(NUMBER)
+    reader = Reader(NUMBER, writer.files)
+    yield writer, reader
+    writer.close()
+    reader.close()
+
+
+def taken(reader: Reader) -> int:
+    (number,) = reader.look()
+    reader.free()
+    return int(number)
+
+
+def slept(side: Reader | Writer) -> bool:
+    """Sleep until the bell rings; return whether it did."""
+    return bool(select.select([side.bell], [], [], 20)[0])
+
+
+def test_records_come_in_order_also_around_the_end(ends: tuple[Writer, Reader]) -> None:
+    writer, reader = ends
+    got = []
+    for start in range(0, 5 * CAPACITY, CAPACITY):
+        for number in range(start, start + CAPACITY):
+            writer.put(number)
+        while reader.has_news:
+            got.append(taken(reader))
+        assert writer.num_read == len(got)
+    assert got == list(range(5 * CAPACITY))
+
+
+def test_nobody_who_is_awake_is_called(ends: tuple[Writer, Reader]) -> None:
+    writer, reader = ends
+    writer.put(1)
+    taken(reader)
+    assert select.select([reader.bell, writer.bell], [], [], 0) == ([], [], [])
+
+
+def test_who_sleeps_is_called_and_who_got_up_is_not(ends: tuple[Writer, Reader]) -> None:
+    writer, reader = ends
+    reader.lie_down()
+    writer.put(1)
+    assert slept(reader)
+    assert reader.get_up()
+    writer.lie_down()
+    taken(reader)
+    assert slept(writer)
+    assert writer.get_up()
+    writer.put(2)
+    taken(reader)
+    assert select.select([reader.bell, writer.bell], [], [], 0) == ([], [], [])
+
+
+def test_a_side_that_was_called_many_times_is_called_all_the_same(
+    ends: tuple[Writer, Reader],
+) -> None:
+    """A pipe that is full of calls is no error."""
+    writer, reader = ends
+    reader.lie_down()
+    for number in range(1 << 17):
+        writer.put(number)
+        taken(reader)
+    assert reader.get_up()
+
+
+def test_the_end_of_the_other_side_is_noticed_after_its_last_record() -> None:
+    writer = Writer(NUMBER)
+    reader = Reader(NUMBER, writer.files)
+    reader.lie_down()
+    writer.put(7)
+    writer.close()
+    assert reader.get_up()  # it was called for the record
+    assert taken(reader) == 7
+    assert not reader.get_up()
+    reader.close()
+
+
+def _echo(requests: Reader, answers: Writer, count: int) -> bool:
+    """Send back what comes, asleep whenever nothing is there; return whether all calls came."""
+    for _ in range(count):
+        while not requests.has_news:
+            requests.lie_down()
+            if not requests.has_news and not slept(requests):
+                return False
+            requests.get_up()
+        answers.put(taken(requests))
+    return True
+
+
+def test_no_call_is_lost_between_two_processes_that_sleep_at_every_turn() -> None:
+    """If the two looked past each other once, both would sleep until somebody's patience ends."""
+    count = 20_000
+    there, back = Writer(NUMBER), Writer(NUMBER)
+    requests, answers = Reader(NUMBER, there.files), Reader(NUMBER, back.files)
+    child = os.fork()
+    if child == 0:
+        heard_all = False
+        try:
+            heard_all = _echo(requests, back, count)
+        finally:
+            os._exit(0 if heard_all else 1)
+    got = []
+    for number in range(count):
+        there.put(number)
+        while not answers.has_news:
+            answers.lie_down()
+            if not answers.has_news:
+                assert slept(answers), f"nobody called for record {number}"
+            answers.get_up()
+        got.append(taken(answers))
+    assert os.waitpid(child, 0)[1] == 0
+    assert got == list(range(count))
+    for ring in (there, back, requests, answers):
+        ring.close()
