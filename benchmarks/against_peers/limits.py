@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import stageline as sl
+from benchmarks.tools.replaying import replay
 from models import Case
 from stageline.scheduling import Kind
 
@@ -46,25 +47,12 @@ def span(times: Sequence[tuple[Series, Series]]) -> float:
         >>> span([([1.0, 1.0], [2.0, 2.0])] * 2)  # as the simulator says: 3 x (1 + 2)
         9.0
     """
-    ranks = range(len(times))
     schedule = sl.schedules.one_f_one_b(len(times), len(times[0][0]))
-    rows = [[a for a in schedule.row(rank) if a.peer is None] for rank in ranks]
-    ends: dict[tuple[int, str, int], float] = {}
-    free, at = [0.0] * len(times), [0] * len(times)
-    while any(at[rank] < len(rows[rank]) for rank in ranks):
-        for rank in ranks:
-            while at[rank] < len(rows[rank]):
-                action = rows[rank][at[rank]]
-                letter = "F" if action.kind is Kind.FORWARD else "B"
-                other = rank - 1 if letter == "F" else rank + 1
-                before = (other, letter, action.microbatch)
-                if other in ranks and before not in ends:
-                    break
-                start = max(free[rank], ends.get(before, free[rank]))
-                took = times[rank]["FB".index(letter)][action.microbatch]
-                free[rank] = ends[rank, letter, action.microbatch] = start + took
-                at[rank] += 1
-    return max(free)
+    rows = [
+        [(a, times[a.stage][a.kind is not Kind.FORWARD][a.microbatch]) for a in row]
+        for row in schedule.compute_only().rows()
+    ]
+    return replay(rows, schedule.num_stages).seconds
 
 
 def _update(answers: Sequence[Answer]) -> float:

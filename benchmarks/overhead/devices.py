@@ -15,7 +15,6 @@ from torch.nn import functional as F
 import stageline as sl
 from benchmarks.tools.emulated import (
     WIDTH,
-    Chain,
     EmulatedStage,
     emulated_stages,
     longest_chain,
@@ -23,6 +22,7 @@ from benchmarks.tools.emulated import (
 )
 from benchmarks.tools.pages import table
 from benchmarks.tools.ranks import Ranks
+from benchmarks.tools.replaying import Chain
 from stageline.testing import plain_step
 
 RANKS, MICROBATCHES = 8, 32

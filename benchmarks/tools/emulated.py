@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stageline as sl
+from benchmarks.tools.replaying import Chain, replay
 from stageline.scheduling import Action, Kind
 
 WIDTH = 4
@@ -63,13 +63,6 @@ def emulated_stages(number: int, seconds: float = 0.0) -> list[EmulatedStage]:
     return [EmulatedStage(seconds) for _ in range(number)]
 
 
-class Chain(NamedTuple):
-    """Actions of which each had to wait for the one before: how long they take, and how many."""
-
-    seconds: float
-    actions: int
-
-
 def longest_chain(schedule: sl.Schedule, sleeps: Sequence[Sequence[float]]) -> Chain:
     """Return the makespan of a step in which nothing but these sleeps takes any time.
 
@@ -90,7 +83,7 @@ def longest_chain(schedule: sl.Schedule, sleeps: Sequence[Sequence[float]]) -> C
     ]
     if any(next(more, None) is not None for more in left):
         raise ValueError("more sleeps than the schedule has: they are not those of one step")
-    return _replay(rows, schedule.num_stages)
+    return replay(rows, schedule.num_stages)
 
 
 def num_sleeps(action: Action) -> int:
@@ -100,41 +93,3 @@ def num_sleeps(action: Action) -> int:
     if action.kind is Kind.WEIGHT_GRADIENT:
         return 2 if action.stage == 0 else 1
     return 2 if action.kind is Kind.BACKWARD else 1
-
-
-_Ends = dict[tuple[bool, int, int], Chain]  # of what others wait for: is F, stage, microbatch
-_START = Chain(0.0, 0)
-
-
-def _replay(rows: Sequence[Sequence[tuple[Action, float]]], num_stages: int) -> Chain:
-    ends: _Ends = {}
-    positions, free = [0] * len(rows), [_START] * len(rows)
-    remaining = sum(map(len, rows))
-    while remaining:
-        before = remaining
-        for rank, row in enumerate(rows):
-            while positions[rank] < len(row):
-                action, duration = row[positions[rank]]
-                ready = _ready(action, ends, num_stages)
-                if ready is None:
-                    break
-                seconds, actions = max(free[rank], ready)
-                free[rank] = Chain(seconds + duration, actions + 1)
-                if action.kind not in (Kind.WEIGHT_GRADIENT, Kind.RECOMPUTE):
-                    is_forward = action.kind is Kind.FORWARD
-                    ends[is_forward, action.stage, action.microbatch] = free[rank]
-                positions[rank] += 1
-                remaining -= 1
-        if remaining == before:
-            raise ValueError("the schedule deadlocks")
-    return max(free)
-
-
-def _ready(action: Action, ends: _Ends, num_stages: int) -> Chain | None:
-    """Return what makes the input that an action needs of another stage; None if that is ahead."""
-    if action.kind is Kind.FORWARD and action.stage > 0:
-        return ends.get((True, action.stage - 1, action.microbatch))
-    gradient = action.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
-    if gradient and action.stage < num_stages - 1:
-        return ends.get((False, action.stage + 1, action.microbatch))
-    return _START
