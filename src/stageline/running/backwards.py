@@ -28,10 +28,7 @@ def backward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -
     if slot is not None:
         slot.is_open = True
     if roots:
-        if state.streams is None and not state.autocast:  # said here too, for the many small ones
-            run_backward(roots, gradients)
-        else:
-            differentiate(state, key, roots, gradients)
+        differentiate(state, key, roots, gradients)
     _hand_back(state, program, key, slot)
 
 
