@@ -125,7 +125,7 @@ def test_who_sleeps_is_woken_and_the_bell_is_silent_two_calls_later(
         os.close(end)
 
 
-def test_a_lock_whose_holder_is_killed_is_free(three: list[Board]) -> None:
+def test_a_lock_whose_holder_is_killed_is_free() -> None:
     files = BoardFiles.make(1)
     assert files is not None
     board = Board(0, 1, files.copies(), _never)

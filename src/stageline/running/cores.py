@@ -31,9 +31,9 @@ def share_of_cores() -> int:
 def looks_before_sleep(num_ranks: int) -> int:
     """Return how often one of several ranks on this host looks for a packet before it sleeps.
 
-    A look takes a microsecond, and waking up fifty: with a core for each rank, looking for a
-    millisecond made small steps a fifth faster, and large ones no slower. Who shares a core gives
-    it away at once.
+    A look takes half a microsecond, and waking up fifty: with a core for each rank, looking for up
+    to a millisecond made small steps a fifth faster, and large ones no slower. Who shares a core
+    gives it away at once.
     """
     return _MANY_LOOKS if num_ranks <= _num_cores() else _FEW_LOOKS
 

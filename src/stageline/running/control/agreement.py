@@ -34,7 +34,7 @@ def digest_of_call(facts: Facts) -> int:
     """
     if facts.get(ROWS) is None:
         return 0
-    # Facts are what JSON can say; repr() says the same of it in a third of the time.
+    # Facts are what JSON can say; repr() says the same of it in half the time.
     told = repr(facts).encode()
     return int.from_bytes(blake2b(told, digest_size=8).digest(), "little") or 1
 

@@ -128,7 +128,7 @@ class Reader(Ring):
         return self._words[_HEAD] != self._read
 
     def look(self) -> tuple[Any, ...]:
-        """Return the next record; it stays, and all that belongs to it, until it is ``freed``."""
+        """Return the next record; it stays, and all that belongs to it, until ``free``."""
         _fence()
         where = _FIRST + self._read % CAPACITY * _PLACE
         return self._layout.unpack_from(self._records, where)
