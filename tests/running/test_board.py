@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import select
@@ -146,6 +147,18 @@ def test_a_lock_whose_holder_is_killed_is_free() -> None:
         os.close(file)
     board.close()
     files.close()
+
+
+def test_without_files_there_is_no_board_and_none_is_left_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def eventfd(*_: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "eventfd", eventfd)
+    assert BoardFiles.make(2) is None
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def _outcomes(board: Board, seed: int, calls: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import struct
@@ -96,6 +97,22 @@ def test_the_end_of_the_other_side_is_noticed_after_its_last_record() -> None:
     assert taken(reader) == 7
     assert not reader.get_up()
     reader.close()
+
+
+def test_a_ring_that_cannot_be_made_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, real = len(os.listdir("/proc/self/fd")), os.pipe
+    made: list[tuple[int, int]] = []
+
+    def pipe() -> tuple[int, int]:
+        if made:
+            raise OSError(errno.EMFILE, "Too many open files")
+        made.append(real())
+        return made[0]
+
+    monkeypatch.setattr(os, "pipe", pipe)
+    with pytest.raises(OSError, match="Too many"):
+        Writer(NUMBER)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def _echo(requests: Reader, answers: Writer, count: int) -> bool:

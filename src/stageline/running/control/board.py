@@ -51,12 +51,17 @@ class BoardFiles(NamedTuple):
         """Return new files; None where there are none of this kind, or no memory."""
         if not (can_share_memory() and hasattr(os, "eventfd")):
             return None
+        opened: list[int] = []
         try:
-            memory = nameless_file(_size(num_ranks))
-            os.close(_opened_again(memory))
+            opened.append(nameless_file(_size(num_ranks)))
+            os.close(_opened_again(opened[0]))
+            opened.append(_bell())
+            opened.append(_bell())
         except OSError:
+            for file in opened:
+                os.close(file)
             return None
-        return cls(memory, *(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(2)))
+        return cls(*opened)
 
     def copies(self) -> BoardFiles:
         return BoardFiles(*map(os.dup, self))
@@ -205,6 +210,10 @@ class Board:
         self._lock.close()
         for bell in self._bells:
             os.close(bell)
+
+
+def _bell() -> int:
+    return os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
 
 def _opened_again(file: int) -> int:

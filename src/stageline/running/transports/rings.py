@@ -90,9 +90,15 @@ class Writer(Ring):
 
     def __init__(self, layout: struct.Struct) -> None:
         assert layout.size <= _PLACE
-        file = nameless_file(_SIZE)
-        theirs, their_bell = os.pipe()
-        bell, theirs_too = os.pipe()
+        opened = [nameless_file(_SIZE)]
+        try:
+            opened += os.pipe()
+            opened += os.pipe()
+        except OSError:  # too many are open
+            for each in opened:
+                os.close(each)
+            raise
+        file, theirs, their_bell, bell, theirs_too = opened
         super().__init__(file, bell, their_bell, _WRITER_SLEEPS, _READER_SLEEPS)
         self._layout = layout
         self._written = 0
