@@ -35,8 +35,9 @@ def test_what_is_freed_is_not_taken_from_the_system_again() -> None:
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     before, told, after = done.stdout.split()
     assert told == "True"
-    assert int(before) > 10_000  # 32 MiB are 8,192 pages, 20 times
-    assert int(after) < int(before) / 20
+    # 32 MiB are 8,192 pages, 20 times. How many of them glibc gives back by itself is not sure: it
+    # keeps all of them if something small happens to lie above them.
+    assert int(after) < 20 * 8_192 / 20, f"{before} faults before glibc was told"
 
 
 @pytest.mark.parametrize(
