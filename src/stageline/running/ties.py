@@ -23,7 +23,7 @@ from stageline.errors import ConfigError, PipeError
 from stageline.partitioning.sharing import Holder, Shared, keeps_statistics
 from stageline.running.replacing import Replacement
 from stageline.running.runner import Runner
-from stageline.running.tied_gradients import Tied, add_up, onto
+from stageline.running.tied_gradients import Tied, TiedGradients, onto
 from stageline.torch_private import has_gradient_hooks
 from stageline.wording import a_kind
 
@@ -60,6 +60,7 @@ class Ties:
         new: _New = {rank: {} for rank in ranks_here}
         for one in shared:
             self._add(one, new)
+        self._gradients = TiedGradients(self._tied, self._ranks_here)
         self._replacements = {rank: Replacement(tensors) for rank, tensors in new.items()}
 
     def _add(self, shared: Shared, new: _New) -> None:
@@ -213,7 +214,7 @@ class Ties:
         self._forget()
         try:
             yield
-            totals = add_up(self._tied, runner) if self._tied else []
+            totals = self._gradients.sums(runner) if self._tied else []
         except BaseException:
             self._restore(before)
             raise

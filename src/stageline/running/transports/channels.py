@@ -91,17 +91,28 @@ class Outgoing:
         """
         last = self._last
         tensor = None if last is None else last.tensor_of(packet)
-        if tensor is None or not (self._free or self.take_back()):
+        if tensor is None:
             return False
         assert last is not None
-        slab = self._free[-1]
-        if self._headers.get(slab) is not last.header:
+        slab = self._free_with(last.header)
+        if slab is None:
             return False
-        del self._free[-1]
         address = self._slabs[slab].address + last.start
         ctypes.memmove(address, tensor.data_ptr(), last.num_bytes)
         self._announce(edge, epoch, slab, 0, last.size, last.size)
         return True
+
+    def _free_with(self, header: bytes) -> int | None:
+        """Take a free slab that holds a header; None if there is none.
+
+        Packets of another kind, such as the gradients of tied weights, have slabs of their own.
+        """
+        self.take_back()
+        free, headers = self._free, self._headers
+        for place in range(len(free) - 1, -1, -1):
+            if headers.get(free[place]) is header:
+                return free.pop(place)
+        return None
 
     def _send_in_pieces(self, edge: Edge, epoch: int, packed: Packed) -> None:
         """Send a packet through whatever slabs there are, one after the other."""
