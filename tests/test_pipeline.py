@@ -146,6 +146,14 @@ def test_a_schedule_of_ones_own_trains_exactly(text: str, transport: Any) -> Non
     assert_trains_exactly(pipe, sizes=(10, 3, 2))
 
 
+@pytest.mark.parametrize("ahead", [1, 5])
+def test_1f1b_that_is_ahead_trains_exactly(ahead: int) -> None:
+    schedule = sl.schedules.one_f_one_b(3, 4, ahead=ahead)
+    pipe = sl.Pipeline(net(), split=3, schedule=schedule, loss_fn=F.cross_entropy)
+    assert f"schedule 1f1b, {ahead} ahead, 4 microbatches" in str(pipe)
+    assert_trains_exactly(pipe, sizes=(10, 3, 2))
+
+
 def test_descending_backwards_add_in_another_order() -> None:
     """Allowed, and equal but for rounding: sums of three numbers in the opposite order."""
     text = "0F0 0F1 0F2 0B2 0B1 0B0 \n 1F0 1F1 1F2 1B2 1B1 1B0"

@@ -13,6 +13,7 @@ OURS = "stageline processes, 1f1b"
 AGAIN = "the same again (A/A)"
 LIMIT = "limit of 1F1B"
 REPLAYED = "the same, replayed"
+THREADS_LIMIT = "limit of 1F1B in threads"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ class Entry:
     def names(self) -> tuple[str, ...]:
         """Its lines in the tables."""
         return (LIMIT, REPLAYED) if self.name == LIMIT else (self.name,)
+
+    @property
+    def is_limit(self) -> bool:
+        return self.kind == "stage_times"
 
     @property
     def is_ours(self) -> bool:
@@ -72,6 +77,7 @@ def full(case: Case) -> list[Entry]:
         Entry("torchgpipe GPipe", "torchgpipe_pipe", processes=1, environment="torchgpipe"),
         Entry("DeepSpeed PipelineModule", "deepspeed_pipe", environment="deepspeed"),
         Entry(LIMIT, "stage_times"),
+        Entry(THREADS_LIMIT, "stage_times", {"both": 1}, processes=1),
     ]
 
 
@@ -79,8 +85,11 @@ def _ours_more(case: Case) -> list[Entry]:
     looped = max(case.cuts) if case.each else 4
     names = {"zb-h1": 2, "interleaved": looped, "interleaved-zb": looped, "zb-v": 4}
     entries = [
-        Entry(f"stageline processes, {name}", "ours", {"schedule": name, "stages": stages})
-        for name, stages in names.items()
+        Entry("stageline processes, 1f1b, one ahead", "ours", {"ahead": 1}),
+        *(
+            Entry(f"stageline processes, {name}", "ours", {"schedule": name, "stages": stages})
+            for name, stages in names.items()
+        ),
     ]
     if case.each:
         name = "stageline processes, 1f1b, a stage per call"

@@ -10,7 +10,9 @@ from contestant import Contestant
 from models import Case
 
 
-def build(case: Case, dropout: float, schedule: str = "1f1b", stages: int = 2) -> Contestant:
+def build(
+    case: Case, dropout: float, schedule: str = "1f1b", stages: int = 2, ahead: int = 0
+) -> Contestant:
     """Build a pipeline; where the environment names a rank, it is one of two processes.
 
     Args:
@@ -18,17 +20,18 @@ def build(case: Case, dropout: float, schedule: str = "1f1b", stages: int = 2) -
         dropout: How much of it.
         schedule: Its name.
         stages: How many in all; 8 means one per call of the block that repeats.
+        ahead: Of 1F1B, how far ranks are ahead of the next one beyond what they have to be.
     """
     x, y = case.batch()
-    counts = case.cuts[stages]
+    counts, count = case.cuts[stages], case.num_microbatches
     split = {case.each: "end"} if case.each and len(counts) == 8 else counts
     pipe = sl.Pipeline(
         case.model(dropout),
         example_args=(x[: case.rows],) if case.each else None,
         split=split,
         ranks=2,
-        num_microbatches=case.num_microbatches,
-        schedule=schedule,
+        num_microbatches=count,
+        schedule=sl.schedules.one_f_one_b(2, count, ahead=ahead) if ahead else schedule,
         loss_fn=case.loss,
     )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=case.rate)

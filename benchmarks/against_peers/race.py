@@ -24,7 +24,7 @@ from benchmarks.tools.world import free_port, world
 from environments import python_of
 from limits import replayed as replay
 from limits import with_means
-from lineup import LIMIT, REPLAYED, Entry
+from lineup import Entry
 from models import Case
 from nursery import Child, Nursery
 from plain import reference
@@ -82,9 +82,10 @@ class Group:
             child.commands.write(json.dumps({"steps": self.case.steps}) + "\n")
         answers = self.said()
         cpu = sum(answer["cpu"] for answer in answers)
-        if self.entry.name == LIMIT:
-            means, replayed = (limit(self.case, answers) for limit in (with_means, replay))
-            return {LIMIT: means, REPLAYED: replayed}, cpu
+        if self.entry.is_limit:
+            ranks = [rank for answer in answers for rank in answer["ranks"]]
+            limits = [limit(self.case, ranks) for limit in (with_means, replay)]
+            return dict(zip(self.entry.names, limits, strict=False)), cpu
         # Ranks begin and end at different times; how long a step takes is the same for all.
         return {self.entry.name: statistics.fmean(answer["seconds"] for answer in answers)}, cpu
 
@@ -189,7 +190,7 @@ def _note(
     """Compare the losses of the first steps with the plain model's, and remember the rest."""
     for answer in answers:
         outcome.versions |= answer["versions"]
-    if entry.name == LIMIT:
+    if entry.is_limit:
         return
     tied = answers[0]["tied"]
     if not tied:

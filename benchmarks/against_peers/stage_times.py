@@ -1,8 +1,9 @@
 """How long the two stages take while both cores are busy, with nothing to wait for.
 
-Each of two processes runs forward, backward and optimizer step of its own stage, again and again
-and without the other, on microbatches that it has. What a schedule makes of these times is the
-limit of every pipeline that runs it: no message, no wait beyond those in the schedule.
+Each of two processes, or of two threads, runs forward, backward and optimizer step of its own
+stage, again and again and without the other, on microbatches that it has. What a schedule makes of
+these times is the limit of every pipeline that runs it: no message, no wait beyond those in the
+schedule. Threads share the interpreter's lock, which alone makes their stages slower.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -27,8 +29,8 @@ SECONDS = 0.5  # of a turn
 class Stage:
     """One of two stages, alone."""
 
-    def __init__(self, case: Case) -> None:
-        self.case, self.rank = case, int(os.environ["RANK"])
+    def __init__(self, case: Case, rank: int) -> None:
+        self.case, self.rank = case, rank
         layers = list(case.layers(case.dropout))
         first = case.cuts[2][0]
         before, mine = (layers[:first], layers[first:]) if self.rank else ([], layers[:first])
@@ -74,23 +76,36 @@ class Stage:
         self.optimizer.zero_grad()
 
 
-def build(case: Case) -> Callable[[int], dict[str, Any]]:
-    """Return a turn: stages are run for a while, and all their times returned."""
+def build(case: Case, both: int = 0) -> Callable[[int], dict[str, Any]]:
+    """Return a turn: stages are run for a while, and all their times returned.
+
+    Args:
+        case: Whose stages.
+        both: Whether this process plays both ranks, in threads, and not the one that the
+            environment names.
+    """
     keep_freed_memory()  # as every pipeline of ours does
-    stage = Stage(case)
+    ranks = [0, 1] if both else [int(os.environ["RANK"])]
+    stages = [Stage(case, rank) for rank in ranks]
 
     def turn(steps: int) -> dict[str, Any]:
-        stage.step()
-        stage.spent = [[], [], []]
-        end, cpu = time.perf_counter() + SECONDS, time.process_time()
-        while not stage.spent[2] or time.perf_counter() < end:
+        for stage in stages:
             stage.step()
-        forwards, backwards, updates = stage.spent
-        return {
-            "forwards": forwards,
-            "backwards": backwards,
-            "updates": updates,
-            "cpu": (time.process_time() - cpu) / len(updates),
-        }
+            stage.spent = [[], [], []]
+        end, cpu = time.perf_counter() + SECONDS, time.process_time()
+        if len(stages) == 1:
+            _run(stages[0], end)
+        else:
+            with ThreadPoolExecutor(len(stages)) as threads:
+                list(threads.map(partial(_run, end=end), stages))
+        cpu = time.process_time() - cpu
+        kinds = ("forwards", "backwards", "updates")
+        told = [dict(zip(kinds, stage.spent, strict=True)) for stage in stages]
+        return {"ranks": told, "cpu": sum(cpu / len(rank["updates"]) for rank in told) / len(told)}
 
     return turn
+
+
+def _run(stage: Stage, end: float) -> None:
+    while not stage.spent[2] or time.perf_counter() < end:
+        stage.step()

@@ -11,6 +11,7 @@ from itertools import product
 
 import pytest
 
+from stageline.errors import ScheduleError
 from stageline.scheduling import Costs, Simulation, schedules, simulate
 from stageline.scheduling.schedules import (
     bitpipe,
@@ -73,6 +74,25 @@ def test_the_table(line: str) -> None:
         schedule = schedules.build(name, v * p, m, num_ranks=p)
         simulation = simulate(schedule, Costs(Fraction(1, v), Fraction(2, v)))
         assert figures(simulation) == tuple(row)
+
+
+@pytest.mark.parametrize(("f", "b"), [(1, 1), (1, 2), (2, 1), (3, 4)])
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_1f1b_that_is_ahead_pays_for_latency_only_once(ahead: int, f: int, b: int) -> None:
+    most = Fraction(ahead * (f + b), 2)
+    latencies = (Fraction(0), Fraction(1, 3), most)
+    for p, m, c in product((2, 3, 4, 6), (1, 2, 5, 13), latencies):
+        simulation = simulate(one_f_one_b(p, m, ahead=ahead), Costs(f, b, latency=c))
+        assert (m + p - 1) * (f + b) + 2 * c * (p - 1) == simulation.T
+        held = [min(p - rank + ahead * (p - 1 - rank), m) for rank in range(p)]
+        assert simulation.peak_activations == tuple(held)
+    late = simulate(one_f_one_b(4, 40, ahead=ahead), Costs(f, b, latency=most + 1))
+    assert 43 * (f + b) + 6 * (most + 1) < late.T
+
+
+def test_1f1b_cannot_be_behind() -> None:
+    with pytest.raises(ScheduleError, match="ahead is -1: give 0"):
+        one_f_one_b(2, 4, ahead=-1)
 
 
 @pytest.mark.parametrize(("p", "v"), LOOPS)
