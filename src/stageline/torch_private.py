@@ -99,6 +99,7 @@ __all__ = [
     "checkpoint_module",
     "compiler_is_loaded",
     "connect_gloo",
+    "copy_all",
     "default_generator",
     "default_store",
     "engine_will_run",
@@ -152,6 +153,12 @@ CALL = "_call_impl"
 # the latter's class would import the compiler.
 COMPILED_CALL = "_compiled_call_impl"
 WRAPPER_OF_COMPILED = "OptimizedModule"
+
+
+def copy_all(sources: list[Tensor], targets: list[Tensor]) -> None:
+    """Copy tensors into others: in one call, which for small ones is most of the time."""
+    torch._foreach_copy_(targets, sources)
+
 
 # Tensor.backward costs a quarter of the speed of small stages, and, being overridable, it leaves
 # the function modes that keep random numbers apart; the engine's own entry does neither.

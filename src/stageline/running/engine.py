@@ -327,17 +327,11 @@ class _Merged:
         return self._value
 
 
-def _total(losses: Mapping[int, tuple[Tensor, float]]) -> Tensor:
-    """Add up the weighted losses, first microbatch first, as a plain loop would.
-
-    A microbatch that weighs nothing has no say: its loss may be a mean over nothing, and 0 * nan
-    is nan.
-    """
-    total = torch.zeros_like(losses[0][0])
+def _total(losses: Mapping[int, Tensor]) -> Tensor:
+    """Add up the weighed losses, first microbatch first, as a plain loop would."""
+    total = torch.zeros_like(losses[0])
     for index in range(len(losses)):
-        loss, weight = losses[index]
-        if weight:
-            total += loss * weight
+        total += losses[index]
     return total
 
 

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stageline.errors import StepError
 from stageline.partitioning.sharing import keeps_statistics
 from stageline.running.control.failures import Aborted
 from stageline.running.timetable import Purpose
+from stageline.torch_private import copy_all
 
 _HINT = (
     "(Gradients accumulated before this step may now hold a part of it: call zero_grad() before "
@@ -35,6 +36,7 @@ class Undo:
             for module in stage.modules()
             if getattr(module, "track_running_stats", False)
         ]
+        self._copies: list[Tensor] = []  # written to at every step, for making them takes longer
 
     @contextmanager
     def on_failure(self, purpose: Purpose) -> Iterator[None]:
@@ -43,20 +45,38 @@ class Undo:
             yield
             return
         fresh = [parameter for parameter in self._parameters if parameter.grad is None]
-        kept = [
-            (buffer, buffer.clone())
-            for module in self._normalising
-            if keeps_statistics(module)
-            for buffer in module.buffers(recurse=False)
-        ]
+        statistics = self._statistics()
+        self._keep(statistics)
         try:
             yield
         except BaseException as failure:
             for parameter in fresh:
                 parameter.grad = None
             with torch.no_grad():
-                for buffer, before in kept:
+                for buffer, before in zip(statistics, self._copies, strict=True):
                     buffer.copy_(before)
             if isinstance(failure, (StepError, Aborted)) and len(fresh) < len(self._parameters):
                 failure.hint = f"{getattr(failure, 'hint', '')} {_HINT}".strip()
             raise
+
+    def _statistics(self) -> list[Tensor]:
+        return [
+            buffer
+            for module in self._normalising
+            if keeps_statistics(module)
+            for buffer in module._buffers.values()
+            if buffer is not None
+        ]
+
+    def _keep(self, statistics: list[Tensor]) -> None:
+        """Copy statistics, all at once into the copies of the step before, where these fit."""
+        copies = self._copies
+        fit = len(copies) == len(statistics) and all(map(_are_alike, copies, statistics))
+        if not fit:
+            self._copies = [buffer.clone() for buffer in statistics]
+        elif copies:
+            copy_all(statistics, copies)
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.dtype is other.dtype and one.shape == other.shape and one.device == other.device
