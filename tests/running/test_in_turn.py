@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -292,9 +293,10 @@ def test_the_slower_way_gets_another_chance() -> None:
     for _ in range(AGAIN):
         tried.append(tempo.prefers_turns)
         tempo.note(seconds[tried[-1]], in_turn=tried[-1])
-    assert not any(tried[:8])
-    assert all(tried[13:24])
-    assert tried.count(False) <= 9 + 4 * (WARM_UP + 1)
+    first = 16 - WARM_UP - 2 * TRIALS
+    assert not any(tried[:first])
+    assert all(tried[first : first + 32])
+    assert tried.count(False) <= first + 4 * (WARM_UP + 1)
 
 
 def test_threads_that_were_slow_at_first_are_found_again() -> None:
@@ -324,5 +326,19 @@ def test_a_way_that_is_clearly_slower_is_given_up_at_once(slower: bool) -> None:
     for _ in range(AGAIN + 8):
         taken.append(tempo.prefers_turns)
         tempo.note(seconds[taken[-1]], in_turn=taken[-1])
-    again = [number for number, way in enumerate(taken) if way is slower and number >= 8]
+    again = [number for number, way in enumerate(taken) if way is slower and number >= 16]
     assert again == [16, 17, 64, 65, 256, 257, AGAIN, AGAIN + 1]
+
+
+def test_threads_that_are_fast_by_luck_are_not_chosen() -> None:
+    """A race of tiny layers ran in threads, a fifth slower: the fastest call of four was compared.
+
+    Two threads that do not meet at the interpreter lock are fast once in a while; turns never are.
+    """
+    tempo = Tempo(num_actions=100, num_ranks=2)
+    threads = cycle([4.2e-3, 4.1e-3, 3.0e-3, 4.3e-3])
+    chosen = []
+    for _ in range(200):
+        chosen.append(tempo.prefers_turns)
+        tempo.note(3.5e-3 if chosen[-1] else next(threads), in_turn=chosen[-1])
+    assert chosen[20:].count(False) <= 2 * (WARM_UP + TRIALS)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 
 from torch import Tensor
 
@@ -26,11 +27,11 @@ from stageline.running.program import StageProgram
 from stageline.running.state import StepState
 
 WARM_UP = 1
-TRIALS = 3
-"""How often threads, and then turns, are timed before one of them is chosen."""
+TRIALS = 5
+"""How often threads, and then turns, are timed before one of them is chosen.
 
-KEPT = 4
-"""The fastest of so many latest calls is compared: what else ran on the machine only slows down."""
+Their medians are compared: the fastest call of several threads is luck, since in most calls they
+meet at the interpreter lock, and the mean is that of whatever else ran on the machine."""
 
 AGAIN = 1024
 """After so many calls, and after 16, 64 and 256, the slower one is timed anew: the machine may have
@@ -55,7 +56,7 @@ class Tempo:
 
     Example:
         >>> tempo = Tempo(num_actions=32, num_ranks=2)
-        >>> for seconds in (9e-3, 5e-3, 5e-3, 5e-3, 3e-3, 3e-3, 3e-3):
+        >>> for seconds in (9e-3, *[5e-3] * 5, *[3e-3] * 5):
         ...     tempo.note(seconds, in_turn=tempo.prefers_turns)
         >>> tempo.prefers_turns
         True
@@ -72,7 +73,7 @@ class Tempo:
         self._tried = False
         self._left = 0  # calls until what is tried again has been timed
         self._recent: dict[bool, deque[float]] = {
-            each: deque(maxlen=KEPT) for each in (True, False)
+            each: deque(maxlen=TRIALS) for each in (True, False)
         }
 
     @property
@@ -82,7 +83,7 @@ class Tempo:
             return self._tried
         turns, threads = self._recent[True], self._recent[False]
         if self._has_tried_both:
-            return min(turns) < min(threads)
+            return median(turns) < median(threads)
         if len(threads) < TRIALS or min(threads) > self._longest:
             return False
         return len(turns) < 2 or min(turns) <= HOPELESS * min(threads)
@@ -97,7 +98,7 @@ class Tempo:
             self._has_tried_both |= all(len(each) >= TRIALS for each in self._recent.values())
         if self._left:
             tried, other = self._recent[in_turn], self._recent[not in_turn]
-            is_clear = bool(tried) and min(tried) > CLEARLY * min(other)
+            is_clear = bool(tried) and min(tried) > CLEARLY * median(other)
             self._left = 0 if is_clear else self._left - 1
         elif self._calls in (16, 64, 256) or self._calls % AGAIN == 0:
             self._try_again()
