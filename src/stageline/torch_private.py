@@ -175,15 +175,9 @@ def run_backward(
     Args:
         leaves: Which of them, where not all.
     """
-    _engine_run_backward(
-        tuple(roots),
-        tuple(gradients),
-        False,  # keep_graph
-        False,  # create_graph
-        tuple(leaves),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    # Not kept, not itself differentiable, unreachable leaves allowed, accumulated into leaves. By
+    # position: names cost a microsecond.
+    _engine_run_backward(tuple(roots), tuple(gradients), False, False, tuple(leaves), True, True)
 
 
 def applier(function: type[torch.autograd.Function]) -> Any:

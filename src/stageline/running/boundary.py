@@ -173,8 +173,8 @@ class GradientSlot:
 
     __slots__ = ("gradients", "is_open")
 
-    def __init__(self, count: int) -> None:
-        self.gradients: tuple[Tensor | None, ...] = (None,) * count
+    def __init__(self, gradients: tuple[Tensor | None, ...] = (None,)) -> None:
+        self.gradients = gradients
         self.is_open = False
 
     def fill(self, gradients: tuple[Tensor | None, ...]) -> None:
@@ -222,7 +222,7 @@ def enter(packet: Packet) -> Entered:
     entering = [index for index, needed in enumerate(packet.differentiable) if needed]
     slot = None
     if entering:
-        slot = GradientSlot(len(entering))
+        slot = GradientSlot((None,) * len(entering))
         aliases = _enter(slot, _ANCHOR, *(packet.leaves[index] for index in entering))
         leaves = packet.leaves.copy()
         for index, alias in zip(entering, aliases, strict=True):

@@ -147,7 +147,7 @@ def _run(
     if arrived is None:
         output = call_first(state, program, microbatch)
     elif arrived.spec is None and arrived.differentiable[0]:  # by far the most common packet
-        slot = state.slots[program.index, microbatch] = GradientSlot(1)
+        slot = state.slots[program.index, microbatch] = GradientSlot()
         output = call_stage(state, program, microbatch, enter_one(slot, arrived.leaves[0]))
     else:
         entered = enter(arrived)

@@ -1,0 +1,79 @@
+"""A packet that looks like the last one is sent without being described anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stageline.running.boundary import Packet
+from stageline.running.transports.base import Edge
+from stageline.running.transports.packing import Repeated, pack
+from stageline.torch_private import tree_flatten
+
+EDGE = Edge(0, 1, "F", 0, 0, 1)
+SHAPE = (2, 1, 4)
+
+
+def aligned(dtype: torch.dtype = torch.float32, offset: int = 0) -> Tensor:
+    """Return a tensor that begins so many elements after a whole line of memory."""
+    memory = torch.zeros(128, dtype=dtype)
+    skipped = -memory.data_ptr() % 64 // memory.element_size()
+    return memory[skipped + offset :][:8].view(SHAPE)
+
+
+def repeated(tensor: Tensor, differentiable: tuple[bool, ...] = (True,)) -> Repeated:
+    packet = Packet([tensor], None, differentiable)
+    found = Repeated.of(packet, pack(packet, EDGE))
+    assert found is not None
+    return found
+
+
+def test_a_tensor_that_looks_the_same_is_found() -> None:
+    other = aligned()
+    assert repeated(aligned()).tensor_of(Packet([other], None, (True,))) is other
+
+
+DIFFERENT: dict[str, Any] = {
+    "dtype": aligned(torch.int32),
+    "shape": aligned().view(4, 2),
+    "strides": torch.as_strided(aligned(), SHAPE, (4, 1, 1)),
+    "alignment": aligned(offset=1),
+    "negated": aligned(torch.complex64).conj().imag,
+    "sparse": aligned().to_sparse(),
+    "a parameter": nn.Parameter(aligned()),
+    "no tensor": 1.0,
+}
+
+
+@pytest.mark.parametrize("leaf", DIFFERENT.values(), ids=DIFFERENT)
+def test_what_looks_different_is_described_anew(leaf: Any) -> None:
+    assert repeated(aligned()).tensor_of(Packet([leaf], None, (True,))) is None
+
+
+def test_a_conjugated_tensor_is_described_anew() -> None:
+    last = repeated(aligned(torch.complex64))
+    assert last.tensor_of(Packet([aligned(torch.complex64).conj()], None, (True,))) is None
+
+
+def test_a_negated_tensor_of_the_same_strides_is_described_anew() -> None:
+    """Its memory holds the opposite of its values."""
+    numbers = torch.zeros(64, dtype=torch.complex64)
+    plain = numbers.imag[:8].view(SHAPE)
+    negated = numbers.conj().imag[:8].view(SHAPE)
+    assert negated.is_neg()
+    assert negated.stride() == plain.stride()
+    packet = Packet([aligned()], None, (True,))
+    last = Repeated(Packet([plain], None, (True,)), plain, pack(packet, EDGE))
+    assert last.tensor_of(Packet([plain], None, (True,))) is plain
+    assert last.tensor_of(Packet([negated], None, (True,))) is None
+
+
+def test_another_tree_or_need_for_gradients_is_described_anew() -> None:
+    last = repeated(aligned())
+    leaves, spec = tree_flatten([aligned()])
+    assert last.tensor_of(Packet(leaves, spec, (True,))) is None
+    assert last.tensor_of(Packet([aligned(), aligned()], None, (True,))) is None
+    assert last.tensor_of(Packet([aligned()], None, (False,))) is None
