@@ -22,7 +22,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="two schedules, fewer rounds")
     parser.add_argument("--part", choices=PARTS, help="this one only")
-    parser.add_argument("--sleep", type=float, default=10.0, help="milliseconds of F, I and W")
+    parser.add_argument("--sleep", type=float, default=50.0, help="milliseconds of F, I and W")
     parser.add_argument("--steps", type=int, default=0, help="of each schedule and transport")
     parser.add_argument("--schedules", default="", help="these only, a,b,...")
     parser.add_argument("--write", action="store_true", help="put the tables into README.md")
@@ -36,7 +36,7 @@ def measured(part: str, asked: argparse.Namespace) -> str:
     else:
         named = [name for name in asked.schedules.split(",") if name]
         names = named or (SHORT if asked.short else devices.RUNNABLE)
-        steps = asked.steps or (1 if asked.short else 3)
+        steps = asked.steps or 1
         points = devices.run(names, tuple(devices.TRANSPORTS), asked.sleep, steps)
         said = devices.text(points, asked.sleep)
     return f"{setting}\n\n{said}"

@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="fewer rounds, two models")
     parser.add_argument("--write", action="store_true", help="put the tables into README.md")
     asked = parser.parse_args()
-    setting = Setting()
+    setting = Setting(f"{torch.get_num_threads()} intra-op threads")
     parts = {"imports": imports(3 if asked.short else 15)}
     print(parts["imports"], flush=True)
     rows = list(captures(3 if asked.short else 9, short=asked.short))

@@ -42,16 +42,21 @@ def write(readme: Path, section: str, text: str) -> None:
 
 
 class Setting:
-    """When and where a section was measured; made before it begins."""
+    """When and where a section was measured; made before it begins.
 
-    def __init__(self) -> None:
+    Args:
+        threads: Of what runs, in words.
+    """
+
+    def __init__(self, threads: str = "one intra-op thread per rank") -> None:
+        self._threads = threads
         self._load = os.getloadavg()[0]
 
     def __str__(self) -> str:
         return (
             f"**Setting.** {date.today()}; torch {torch.__version__}, Python "
             f"{platform.python_version()}; {os.cpu_count()} cores of {processor()}, "
-            f"{platform.system()}; one intra-op thread per rank; load {self._load:.1f} before "
+            f"{platform.system()}; {self._threads}; load {self._load:.1f} before "
             f"the run and {os.getloadavg()[0]:.1f} at its end, itself included."
         )
 

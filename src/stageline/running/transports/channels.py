@@ -82,7 +82,8 @@ class Outgoing:
         self._headers[slab] = header
         header_size = 0 if has_header else len(header)
         self._announce(edge, epoch, slab, header_size, packed.size, packed.size)
-        self._last = Repeated.of(packet, packed)
+        # What comes once per step, such as the gradients of tied weights, is not what comes next.
+        self._last = Repeated.of(packet, packed) or self._last
 
     def _is_sent_like_the_last(self, edge: Edge, epoch: int, packet: Packet) -> bool:
         """Send a packet through a slab that holds its header, if it looks like the last one.
