@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -105,3 +106,19 @@ def test_only_who_has_a_core_to_himself_looks_for_long(
     monkeypatch.setattr(cores, "_num_cores", lambda: 2)
     assert (cores.looks_before_sleep(ranks) > 100) is looks_long
     assert cores.looks_before_sleep(ranks) > 0
+
+
+@pytest.mark.parametrize(("others", "looks"), [(0.0, 1000), (3e-3, 3)])
+def test_who_looks_stops_when_others_want_the_core(
+    monkeypatch: pytest.MonkeyPatch, others: float, looks: int
+) -> None:
+    """A host is shared: with loaders of data, with other jobs, with all the ranks of a test run."""
+    clock, yields = [0.0], [0]
+
+    def give_away() -> None:
+        yields[0] += 1
+        clock[0] += 5e-7 + (others if yields[0] == 3 else 0.0)
+
+    monkeypatch.setattr(os, "sched_yield", give_away)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    assert len(list(cores.looking(1000))) == looks

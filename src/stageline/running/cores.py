@@ -11,10 +11,13 @@ at the end: whatever thread comes later finds what the user had chosen.
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterator
 
 import torch
 
 _MANY_LOOKS, _FEW_LOOKS = 8000, 5
+_SHARED = 1e-4  # seconds: giving the core away takes less than a microsecond if nobody wants it
 
 
 def share_of_threads(num_ranks: int) -> int:
@@ -34,9 +37,26 @@ def looks_before_sleep(num_ranks: int) -> int:
     A look takes half a microsecond, waking up fifty, and after a sleep what runs next is some
     percent slower. With a core for each rank, looking for a few milliseconds made tiny steps a
     fifth faster, convolutions and matrices of some milliseconds 2 to 3 % faster, and large ones no
-    slower. Who shares a core gives it away at once.
+    slower. Who shares a core gives it away at once; see ``looking`` too.
     """
     return _MANY_LOOKS if num_ranks <= _num_cores() else _FEW_LOOKS
+
+
+def looking(most: int) -> Iterator[bool]:
+    """Yield True for every look, so many at most, and end when somebody else wants the core.
+
+    Example:
+        >>> len(list(looking(3))) <= 3
+        True
+    """
+    before = time.perf_counter()
+    for _ in range(most):
+        os.sched_yield()
+        yield True
+        now = time.perf_counter()
+        if now - before > _SHARED:  # another process has run here in the meantime
+            return
+        before = now
 
 
 def _num_cores() -> int:

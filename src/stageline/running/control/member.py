@@ -22,7 +22,7 @@ from stageline.running.control.board import LONGEST, Board, BoardFiles
 from stageline.running.control.failures import Aborted, Failure
 from stageline.running.control.joining import Meeting
 from stageline.running.control.messages import Message
-from stageline.running.cores import looks_before_sleep
+from stageline.running.cores import looking, looks_before_sleep
 
 _FIRST_NOTE = 10.0  # seconds of waiting after which a line is logged; then twice as many, ...
 
@@ -146,15 +146,13 @@ class Member:
             board.give_to_hub(epoch)
             return None
         board.done(epoch, text)
-        looks, slow = self._looks, None
+        looks, slow = looking(self._looks), None
         while not board.is_over(epoch):
             if board.is_hubs(epoch):
                 return None
             if self.failure is not None and board.withdraw(epoch):
                 raise Aborted
-            if looks:
-                looks -= 1
-                os.sched_yield()
+            if next(looks, False):
                 continue
             slow = slow or Slowness(self, "the end of the call")
             board.sleep(epoch, self.wake_file, slow.patience)

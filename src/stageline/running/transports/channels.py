@@ -19,7 +19,7 @@ from stageline import log
 from stageline.errors import PeerError
 from stageline.running.boundary import Packet
 from stageline.running.control.member import Member, Slowness
-from stageline.running.cores import looks_before_sleep
+from stageline.running.cores import looking, looks_before_sleep
 from stageline.running.slabs import SMALLEST, Slab, whole_size
 from stageline.running.transports.base import Aborted, Edge
 from stageline.running.transports.packing import Kind, Packed, Repeated, pack
@@ -237,9 +237,8 @@ class Incoming:
 
     def _look_and_sleep(self, edge: Edge) -> None:
         """Return when there is news; look for a while before sleeping."""
-        ring, sched_yield = self.ring, os.sched_yield
-        for _ in range(self._looks):
-            sched_yield()
+        ring = self.ring
+        for _ in looking(self._looks):
             if ring.has_news:
                 return
         slow = Slowness(self._member, f"edge {edge} from rank {self._source}")
