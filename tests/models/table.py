@@ -61,7 +61,8 @@ model. `python -m tests.models.table` writes this page.
 [^] Relative to the largest value of the gradient: its parts are added up in another order.
 
 The library returns caches (`past_key_values`) that nobody asked for when it is called without
-`use_cache=False`; a plan leaves them out.
+`use_cache=False`; a plan leaves them out, and so does the plain model that it is compared with: a
+cache lays keys and values out anew, for which attention rounds differently on some processors.
 """
 
 MEANING = {
