@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from stageline.capturing.earlier import Earlier
 from stageline.capturing.places import where
 from stageline.capturing.symbols import is_symbol
-from stageline.capturing.values import SIMPLE, flatten, map_leaves, tensors_in, unflatten
+from stageline.capturing.values import SIMPLE, flatten, leaves_of, map_leaves, tensors_in, unflatten
 from stageline.errors import CaptureError
 from stageline.torch_private import DisableTorchFunction, storage_of
 from stageline.wording import a
@@ -79,9 +79,7 @@ class Bindings:
         self._leaf: tuple[int, frozenset[int]] = (0, frozenset())
         self._num_leaves = 0
         self.leaf_paths: list[str] = []
-        # All that exists before the run. Held, so that no id passes to something new.
-        self._world = gc.get_objects()
-        self._old = frozenset(map(id, self._world))
+        self._earlier = Earlier()
 
     # -- tensors to nodes
 
@@ -129,7 +127,7 @@ class Bindings:
         names = self._recorder.names.tensor_names(tensor)
         if names:
             return self._attribute(tensor, names[0])
-        if id(tensor) not in self._old:
+        if not self._earlier.holds(tensor):
             born = self._born.get(id(tensor))
             if born is not None and born[0]() is tensor and self.leaf_paths[born[1] - 1]:
                 raise OpenInstead(self.leaf_paths[born[1] - 1], where())
@@ -162,11 +160,12 @@ class Bindings:
         """Whether a tensor was there before: a parameter, a buffer, a constant."""
         if id(tensor) in self._bound:
             return False
-        return bool(self._recorder.names.tensor_names(tensor)) or id(tensor) in self._old
+        return bool(self._recorder.names.tensor_names(tensor)) or self._earlier.holds(tensor)
 
     def is_new(self, value: Any) -> bool:
         """Whether something was made during this run."""
-        return id(value) not in self._old
+        is_part = isinstance(value, nn.Module) and self._recorder.names.registers(value)
+        return not is_part and not self._earlier.holds(value)
 
     def is_input(self, tensor: Tensor) -> bool:
         known = self._bound.get(id(tensor))
@@ -206,7 +205,7 @@ class Bindings:
             nodes = [self.to_nodes(leaf) for leaf in leaves]
             constant = self._attribute(spec, self._constant(spec))
             return self._recorder.emit("call_function", rebuild, (constant, *nodes), {})
-        if id(value) in self._old or self._is_plain_function(value):
+        if self._earlier.holds(value) or self._is_plain_function(value):
             return self._attribute(value, self._constant(value))
         if is_cache(value):
             constant = self._attribute(value, self._constant(copy.deepcopy(value)))
@@ -268,13 +267,13 @@ class Bindings:
 
     def forget(self) -> None:
         """Let go of all values of the run: the graph needs none of them."""
-        self._world, self._old = [], frozenset()
+        self._earlier.forget()
         self._bound, self._attributes, self._born = {}, {}, {}
 
     # -- changes in place
 
     def versions(self, value: Any) -> Versions:
-        return {id(tensor): (tensor, version_of(tensor)) for tensor in _argument_tensors(value)}
+        return {id(tensor): (tensor, version_of(tensor)) for tensor in tensors_in(value)}
 
     def note_order(self, node: Node) -> None:
         """Note which changes in place a node comes after, in the memory that it reads."""
@@ -303,7 +302,7 @@ class Bindings:
 
     def begin_leaf(self, arguments: Any) -> None:
         self._num_leaves += 1
-        ids = frozenset(id(tensor) for tensor in _argument_tensors(arguments))
+        ids = frozenset(id(tensor) for tensor in tensors_in(arguments))
         self._leaf = (self._num_leaves, ids)
 
     def end_leaf(self) -> None:
@@ -314,23 +313,23 @@ class Bindings:
         number, given = self._leaf
         if not number:
             return func(*args, **kwargs)
-        if any(is_symbol(leaf) for leaf in flatten((args, kwargs))[0]):
+        if any(map(is_symbol, leaves_of((args, kwargs)))):
             self._recorder.refuse_hidden_number()
-        for tensor in _argument_tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             key = id(tensor)
             if key in given:
                 continue
             bound, born = self._bound.get(key), self._born.get(key)
             is_foreign = bound is not None and bound[0] is tensor
             is_foreign |= born is not None and born[1] != number and born[0]() is tensor
-            if is_foreign:
+            if is_foreign and not self._earlier.holds(tensor):
                 raise CaptureError(
                     f"{where()}: a module that is not opened uses a tensor of this run that it "
                     "was not given as an argument, so another stage could not send it: pass it"
                 )
         result = func(*args, **kwargs)
-        for tensor in _argument_tensors(result):
-            if id(tensor) not in given and id(tensor) not in self._old:
+        for tensor in tensors_in(result):
+            if id(tensor) not in given:
                 self._born[id(tensor)] = (weakref.ref(tensor), number)
         return result
 
@@ -357,9 +356,3 @@ def _map_arguments(function: Callable[[Any], Any], value: Any) -> Any:
         return function(leaf)
 
     return map_leaves(deep, value)
-
-
-def _argument_tensors(value: Any) -> Sequence[Tensor]:
-    if isinstance(value, Tensor):
-        return (value,)
-    return tensors_in(value)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from stageline.capturing.values import leaves_of
 from stageline.torch_private import (
     CPU_ATTENTION,
     DisableTorchFunction,
     TorchDispatchMode,
-    tree_flatten,
 )
 
 FLOPS = 50e9
@@ -109,6 +109,6 @@ def bytes_of(tree: Any) -> int:
     """Return the bytes of all tensors in some values."""
     return sum(
         leaf.numel() * leaf.element_size()
-        for leaf in tree_flatten(tree)[0]
+        for leaf in leaves_of(tree)
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided
     )

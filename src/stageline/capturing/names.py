@@ -60,6 +60,11 @@ class ModelNames:
             self.extra[path] = module
         return path
 
+    def registers(self, module: nn.Module) -> bool:
+        """Whether a module is one of the model's own, by registration."""
+        path = self._paths.get(id(module))
+        return path is not None and self.modules.get(path) is module
+
     def module(self, path: str) -> nn.Module:
         return self.modules[path] if path in self.modules else self.extra[path]
 

@@ -19,6 +19,7 @@ from stageline.capturing.dependence import attribute_of, is_flag
 from stageline.capturing.graph import Call, Crossing, Cuttable, Load, Mark, Tie
 from stageline.capturing.guards import is_guard
 from stageline.capturing.inputs import Arguments
+from stageline.capturing.looks import Look, look_at
 from stageline.capturing.names import ModelNames
 from stageline.capturing.recording import Recording, record
 from stageline.capturing.staged import StagedModel, Variant
@@ -53,14 +54,17 @@ def capture(
         raise ConfigError("sl.capture", faults)
     names = ModelNames(model)
     arguments = Arguments.of(args, kwargs or {})
-    graph = Graph(names, arguments, survey(model, *arguments.copied().unpacked()))
+    look = look_at(model, arguments)
+    graph = Graph(names, arguments, look.seen)
     if graph.recording.checkpoints:
         log.warning(
             0,
             f"{graph.recording.checkpoints[0]}: activation checkpointing in code that is cut open "
             "gives the same values but saves no memory: checkpoint inside the layers instead",
         )
-    graph._verify()
+    if not graph._verify(look) and look.arguments is not arguments:
+        # The code goes another way with one row more, which may have other layers.
+        return graph._surveyed(survey(model, *arguments.copied().unpacked()))
     return graph
 
 
@@ -246,21 +250,38 @@ class Graph(Cuttable):
             return self
         return Graph(self._names, self._arguments, self._survey, paths=paths, num_stages=num_stages)
 
-    def _verify(self) -> None:
+    def _surveyed(self, seen: Survey) -> Graph:
+        """Return the graph for what another run showed."""
+        self._survey = seen
+        return self.opened_at(())
+
+    def _verify(self, look: Look) -> bool:
         """Raise unless the recording, replayed, gives what the model gives.
 
         With one row more than it was recorded with: that says all that the same rows would say.
         Only where it says nothing, these are replayed.
+
+        Returns:
+            Whether one row more goes the same way through the code.
         """
         whole, first = self._staged(()), self._arguments
-        other = first.with_one_row_more()
+        other = look.arguments if look.arguments is not first else first.with_one_row_more()
         if other is not None:
             is_seen = verify(
-                self.model, lambda leaves: whole.run(*other.with_leaves(leaves).unpacked()), other
+                self.model,
+                lambda leaves: whole.run(*other.with_leaves(leaves).unpacked()),
+                other,
+                wanted=look.result_for(other),
             )
             if is_seen and len(whole.variants) == 1:
-                return
-        verify(self.model, lambda leaves: whole.replay(whole.variants[0].name, leaves), first)
+                return True
+        verify(
+            self.model,
+            lambda leaves: whole.replay(whole.variants[0].name, leaves),
+            first,
+            wanted=look.result_for(first),
+        )
+        return False
 
     def cut(self, cuts: Sequence[int]) -> StagedModel:
         staged = self._staged(cuts)

@@ -23,6 +23,7 @@ from stageline.capturing.families import (
 )
 from stageline.capturing.interception import intercepted
 from stageline.capturing.naming import named_everywhere
+from stageline.capturing.recording import without_cache
 from stageline.capturing.snapshot import preserved
 from stageline.capturing.visits import Visit, is_composite
 
@@ -65,9 +66,20 @@ def survey(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     It is run in the mode that it is in. A model of which parameters are on meta cannot be run; what
     is known of it is its structure.
     """
+    return survey_with_result(model, args, kwargs)[0]
+
+
+def survey_with_result(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Survey, tuple[Any] | None]:
+    """Return what was seen, and what the model gave; None if a plain call might give other flags.
+
+    Without a cache that nobody asked for, as the model is recorded.
+    """
     parameters = list(model.parameters())
     if any(parameter.is_meta for parameter in parameters):
-        return survey_structure(model)
+        return survey_structure(model), None
+    kwargs = {**kwargs, **without_cache(model, kwargs)}
     frozen = [parameter for parameter in parameters if _can_be_unfrozen(parameter)]
     try:
         return _run(model, args, kwargs, frozen)
@@ -88,7 +100,7 @@ def _run(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     frozen: list[nn.Parameter],
-) -> Survey:
+) -> tuple[Survey, tuple[Any] | None]:
     witness = _Witness(model)
     tensors = [*model.parameters(), *tensors_in((args, dict(kwargs)))]
     has_graph = not any(tensor.is_inference() for tensor in tensors)  # no graph takes such tensors
@@ -102,9 +114,10 @@ def _run(
         for parameter in frozen:
             parameter.requires_grad_(True)
         with intercepted(model, witness):
-            model(*args, **kwargs)
+            result = model(*args, **kwargs)
         families = chained_families(witness.visits, witness.traces)
-    return Survey(tuple(witness.visits), tuple(families))
+    is_plain = has_graph and not frozen
+    return Survey(tuple(witness.visits), tuple(families)), (result,) if is_plain else None
 
 
 class _Witness:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from stageline.capturing.symbols import is_symbol
 from stageline.torch_private import (
@@ -22,6 +22,7 @@ from stageline.torch_private import (
 )
 
 SIMPLE = (type(None), bool, int, float, complex, str, bytes, type(...))
+_LEAVES = frozenset({*SIMPLE, Tensor, nn.Parameter})
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
@@ -65,11 +66,26 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
     return tree_unflatten(leaves, spec)
 
 
+def leaves_of(value: Any) -> list[Any]:
+    """Return the leaves of a tree in the order of ``flatten``; for most trees much faster.
+
+    Example:
+        >>> leaves_of(((1, [2]), {"b": 3, "a": None}))
+        [1, 2, 3, None]
+    """
+    kind = type(value)
+    if kind in _LEAVES:
+        return [value]
+    if kind is tuple or kind is list:
+        return [leaf for part in value for leaf in leaves_of(part)]
+    if kind is dict:
+        return [leaf for part in value.values() for leaf in leaves_of(part)]
+    return flatten(value)[0]
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors among the leaves."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)]
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:

@@ -20,10 +20,24 @@ from stageline.wording import a_kind
 Replay = Callable[[list[Any]], Any]
 
 
-def verify(model: nn.Module, replay: Replay, arguments: Arguments, *, grad: bool = True) -> bool:
+def verify(
+    model: nn.Module,
+    replay: Replay,
+    arguments: Arguments,
+    *,
+    grad: bool = True,
+    wanted: tuple[Any] | None = None,
+) -> bool:
     """Raise unless a replay gives what the model gives, on these arguments.
 
     Random numbers are drawn from the same state in both; the model is left as it was.
+
+    Args:
+        model: The plain model.
+        replay: Takes the leaves of the arguments, and does what was recorded.
+        arguments: What both are called with.
+        grad: Whether gradients are enabled.
+        wanted: What the model gives, if that is known; else it is called.
 
     Returns:
         Whether both gave something that could be compared.
@@ -32,7 +46,7 @@ def verify(model: nn.Module, replay: Replay, arguments: Arguments, *, grad: bool
     if any(tensor.is_meta for tensor in tensors):
         return False  # nothing can be computed, so nothing can be compared
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
-        wanted = _plain(model, arguments)
+        wanted = wanted or _plain(model, arguments)
         if wanted is None:
             return False
         with preserved(model):
@@ -63,7 +77,7 @@ _WAY_OUT = (
 )
 
 
-def _plain(model: nn.Module, arguments: Arguments) -> Any:
+def _plain(model: nn.Module, arguments: Arguments) -> tuple[Any] | None:
     """Return what the model gives; None if it cannot take these arguments."""
     args, kwargs = arguments.copied().unpacked()
     with preserved(model):

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from stageline.capturing.values import leaves_of
 from stageline.torch_private import (
     DisableTorchFunction,
     TorchDispatchMode,
     storage_of,
-    tree_flatten,
 )
 
 
@@ -50,7 +50,7 @@ class KeptParameters(TorchDispatchMode):
     ) -> Any:
         with DisableTorchFunction():
             if getattr(getattr(func, "_schema", None), "is_mutable", False):
-                for leaf in tree_flatten((args, kwargs))[0]:
+                for leaf in leaves_of((args, kwargs)):
                     if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                         self._keep(storage_of(leaf))
             return func(*args, **(kwargs or {}))
