@@ -10,7 +10,8 @@ for want of a public way, and only these:
                                what a module itself holds, also under several names and as None
     module._non_persistent_buffers_set
                                which buffers are not part of the state_dict
-    module._forward_pre_hooks  who listens to a module; torch only adds and removes
+    module._forward_pre_hooks, _forward_hooks, _backward_pre_hooks, _backward_hooks
+                               who listens to a module; torch only adds and removes
     state_dict._metadata       the versions that load_state_dict migrates by
     autocast._enabled, _cache_enabled
                                what a region of autocast was entered with
@@ -49,6 +50,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_store
+
+# Whether somebody listens to every module there is.
+from torch.nn.modules.module import _has_any_global_hook
 
 # There is no public way to see which modes are active.
 from torch.overrides import _get_current_function_mode_stack
@@ -178,6 +182,22 @@ def run_backward(
     # Not kept, not itself differentiable, unreachable leaves allowed, accumulated into leaves. By
     # position: names cost a microsecond.
     _engine_run_backward(tuple(roots), tuple(gradients), False, False, tuple(leaves), True, True)
+
+
+def is_bare(module: torch.nn.Module) -> bool:
+    """Whether a call of a module is its forward, and nobody listens.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> is_bare(layer)
+        True
+        >>> handle = layer.register_forward_hook(print)
+        >>> is_bare(layer)
+        False
+    """
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return False
+    return not (module._backward_hooks or module._backward_pre_hooks or _has_any_global_hook())
 
 
 def applier(function: type[torch.autograd.Function]) -> Any:

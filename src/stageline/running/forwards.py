@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from stageline.running.boundary import (
-    GradientSlot,
     Packet,
     enter,
+    enter_leaf,
     enter_one,
     gradient_edge,
+    is_dense,
     leave,
 )
 from stageline.running.program import StageProgram
@@ -147,8 +148,10 @@ def _run(
     if arrived is None:
         output = call_first(state, program, microbatch)
     elif arrived.spec is None and arrived.differentiable[0]:  # by far the most common packet
-        slot = state.slots[program.index, microbatch] = GradientSlot()
-        output = call_stage(state, program, microbatch, enter_one(slot, arrived.leaves[0]))
+        tensor = arrived.leaves[0]
+        output = call_stage(
+            state, program, microbatch, _entered(state, program, microbatch, tensor, mode)
+        )
     else:
         entered = enter(arrived)
         if entered.slot is not None:
@@ -168,6 +171,16 @@ def _run(
             state.foreign.check(program.index, results)
         state.roots[program.index, microbatch] = roots
     return packet
+
+
+def _entered(
+    state: StepState, program: StageProgram, microbatch: int, tensor: Tensor, mode: object
+) -> Tensor:
+    """Let a single tensor into a stage."""
+    key = (program.index, microbatch)
+    if mode is None and state.takes_leaf(program) and is_dense(tensor):
+        return enter_leaf(tensor, state.slots, key)
+    return enter_one(tensor, state.slots, key)
 
 
 def call_stage(state: StepState, program: StageProgram, microbatch: int, value: Any) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stageline import torch_private as trees
 from stageline.running.boundary import Packet
+from stageline.torch_private import is_bare
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,19 @@ class StageProgram:
         if not self.is_on_cpu:
             args, kwargs = self.localise((args, kwargs))
         return self.module(*args, **kwargs)
+
+    def takes_leaf(self) -> bool:
+        """Whether a dense tensor may enter the stage as a leaf of its graph, to the last bit.
+
+        So it is where all that happens to it is an ``nn.Linear``, which does not work in place and
+        makes a dense gradient. It keeps its input for the gradient of its weight, so that a leaf
+        takes no more memory; of a frozen weight it would.
+        """
+        module = self.module
+        while type(module) is nn.Sequential and len(module) and is_bare(module):
+            module = module[0]
+        is_linear = type(module) is nn.Linear and is_bare(module)
+        return is_linear and type(module.weight) is nn.Parameter and module.weight.requires_grad
 
     def localise(self, value: Any) -> Any:
         """Return a value of the caller's with its tensors on this stage's device."""

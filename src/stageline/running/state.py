@@ -84,6 +84,7 @@ class StepState:
         self.position = 0
         self._shares: dict[float, Tensor] = {}
         self._leaves: dict[int, dict[int, nn.Parameter]] = {}
+        self._takes_leaf: dict[int, bool] = {}
 
     def share(self, weight: float, like: Tensor) -> Tensor:
         """Return a weight as root gradient of a loss; microbatches of one size have one."""
@@ -97,6 +98,14 @@ class StepState:
         known = self._leaves.get(stage)
         if known is None:
             known = self._leaves[stage] = splittable_parameters(self.programs[stage].module)
+        return known
+
+    def takes_leaf(self, program: StageProgram) -> bool:
+        """Whether values may enter a stage as leaves; asked of it once in a step."""
+        known = self._takes_leaf.get(program.index)
+        if known is None:
+            known = not self.autocast and program.takes_leaf()
+            self._takes_leaf[program.index] = known
         return known
 
     def take(self, table: dict[Key, Receipt], program: StageProgram, key: Key) -> Packet:
