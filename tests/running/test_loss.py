@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stageline as sl
-from stageline.running.loss import LossRule, own_loss
+from stageline.running.loss import Losses, LossRule, own_loss
 from stageline.running.microbatches import Microbatches
 from stageline.testing import plain_step
 
@@ -408,3 +408,42 @@ def test_the_memory_behind_a_loss_goes_with_its_microbatch() -> None:
     x, y = batch(6)
     pipe.step(x, target=y)
     assert held == [0] * 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("even", [True, False])
+def test_losses_are_added_as_a_plain_loop_adds_them(
+    dtype: torch.dtype, shape: tuple[int, ...], even: bool
+) -> None:
+    torch.manual_seed(0)
+    given = torch.randn(33, *shape).to(dtype)
+    weights = [1 / 33] * 33 if even else [(i % 5 + 1) / 99 for i in range(33)]
+    wanted, kept = torch.zeros(shape, dtype=dtype), Losses()
+    for index, (loss, weight) in enumerate(zip(given, weights, strict=True)):
+        wanted += loss * weight
+        kept.note(index, loss, weight)
+    assert torch.equal(kept.total(), wanted)
+    assert kept.total().shape == shape
+
+
+def test_a_loss_that_weighs_nothing_has_no_say() -> None:
+    losses = Losses()
+    for index, (value, weight) in enumerate([(float("nan"), 0.0), (2.0, 0.5), (4.0, 0.5)]):
+        losses.note(index, torch.tensor(value), weight)
+    assert losses.total() == 3
+
+
+def test_a_loss_is_what_it_was_when_it_was_noted() -> None:
+    """A loss function may hand out one buffer again and again."""
+    buffer, losses = torch.zeros(()), Losses()
+    for index in range(3):
+        losses.note(index, buffer.fill_(index), 1.0)
+    assert losses.total() == 3
+
+
+def test_whole_numbers_are_weighed_too() -> None:
+    losses = Losses()
+    for index in range(2):
+        losses.note(index, torch.tensor(index), 0.5)
+    assert torch.equal(losses.total(), torch.tensor(0.5))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stageline.running.control.agreement import CONTENTS
 from stageline.running.microbatches import Microbatches
-from stageline.running.signature import facts_of
+from stageline.running.signature import checksum, facts_of
 
 X = torch.arange(4.0).reshape(2, 2)
 LEAVES = {
@@ -43,3 +45,23 @@ def test_another_value_is_told_otherwise() -> None:
 
 def test_values_are_told_in_the_first_calls_and_then_now_and_then() -> None:
     assert [call for call in range(120) if told(X, call=call)] == [0, 1, 2, 3, 50, 100]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: x.t().contiguous().t(),
+        lambda x: torch._neg_view(-x),
+        nn.Parameter,
+        lambda x: torch.stack([x, x], 2)[..., 0],
+    ],
+    ids=["strides", "negated", "parameter", "gaps"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_equal_values_have_one_checksum_however_they_lie(
+    other: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(60, 40).to(dtype)
+    assert checksum(other(x)) == checksum(x)
+    assert checksum(other(x) + 1) != checksum(x)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from stageline.errors import BatchError, PipeError, ScheduleError
@@ -97,7 +96,7 @@ class Engine:
                 self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
                 first, last = states.get(self._placement[0]), states.get(self._last_rank)
                 outputs = self._outputs(last, batch) if self.keeps_outputs else None
-                loss = self.runner.finish(None if last is None else _total(last.losses))
+                loss = self.runner.finish(None if last is None else last.losses.total())
             if first is not None:
                 _accumulate(first)
             assert loss is not None
@@ -325,14 +324,6 @@ class _Merged:
             self._value = merge_outputs(self._parts, self._sizes, self._batch_dims)
             self._parts = None
         return self._value
-
-
-def _total(losses: Mapping[int, Tensor]) -> Tensor:
-    """Add up the weighed losses, first microbatch first, as a plain loop would."""
-    total = torch.zeros_like(losses[0])
-    for index in range(len(losses)):
-        total += losses[index]
-    return total
 
 
 _DATA = (Tensor, Replicated, np.ndarray)

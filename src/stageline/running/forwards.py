@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from stageline.running.boundary import (
@@ -284,9 +283,7 @@ def weighed_loss(
             "pipe.eval() first if only the loss is wanted"
         )
     weight = rule.weight(state.microbatches, microbatch)
-    # Not the loss itself, whose storage may be as large as what it was reduced from. What weighs
-    # nothing has no say: it may be a mean over nothing, and 0 * nan is nan.
-    state.losses[microbatch] = loss.detach() * weight if weight else torch.zeros_like(loss)
+    state.losses.note(microbatch, loss, weight)
     if state.keeps_outputs:
         state.outputs[microbatch] = leave(output, program.buffers)[0]
     return loss, weight

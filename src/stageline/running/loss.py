@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stageline.running.microbatches import LossReduction, Microbatches
@@ -47,6 +48,60 @@ class LossRule:
             return 1.0
         assert callable(self.reduction)
         return float(self.reduction(microbatches.part(index), microbatches.whole))
+
+
+class Losses:
+    """The losses of a step as they were, whatever becomes of their tensors, and what they weigh.
+
+    Those on the CPU are kept as numbers and weighed at the end. Two operations of torch take some
+    thirty microseconds between a forward and its backward, for which other ranks wait, and hardly
+    three where one follows the other.
+
+    Example:
+        >>> losses = Losses()
+        >>> losses.note(0, torch.tensor(1.0), 0.25)
+        >>> losses.note(1, torch.tensor(2.0), 0.75)
+        >>> losses.total()
+        tensor(1.7500)
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, tuple[Any, float, torch.dtype]] = {}
+        self._tensors: dict[int, Tensor] = {}
+        self._shape = torch.Size()
+
+    def note(self, microbatch: int, loss: Tensor, weight: float) -> None:
+        """Keep the loss of a microbatch."""
+        if loss.is_cpu:
+            self._numbers[microbatch] = (loss.item(), weight, loss.dtype)
+            self._shape = loss.shape
+        else:
+            # Not the loss itself, whose storage may be as large as what it was reduced from.
+            self._tensors[microbatch] = _weighed(loss.detach(), weight)
+
+    def total(self) -> Tensor:
+        """Add up the weighed losses, first microbatch first, as a plain loop would."""
+        parts = self._weighed_numbers() if self._numbers else self._tensors
+        total = torch.zeros_like(parts[0])
+        for index in range(len(parts)):
+            total += parts[index]
+        return total.reshape(self._shape) if self._numbers else total
+
+    def _weighed_numbers(self) -> Mapping[int, Tensor]:
+        kept = self._numbers
+        _, weight, dtype = kept[0]
+        if weight and all(each[1:] == (weight, dtype) for each in kept.values()):
+            values = torch.tensor([kept[index][0] for index in range(len(kept))], dtype=dtype)
+            return dict(enumerate((values * weight).unbind()))
+        return {
+            index: _weighed(torch.tensor(value, dtype=dtype), weight)
+            for index, (value, weight, dtype) in kept.items()
+        }
+
+
+def _weighed(loss: Tensor, weight: float) -> Tensor:
+    # What weighs nothing has no say: it may be a mean over nothing, and 0 * nan is nan.
+    return loss * weight if weight else torch.zeros_like(loss)
 
 
 def own_loss(output: Any) -> Any:

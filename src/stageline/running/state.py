@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stageline.running.boundary import GradientSlot, Packet, Root
 from stageline.running.foreign import ForeignParameters
-from stageline.running.loss import LossRule
+from stageline.running.loss import Losses, LossRule
 from stageline.running.microbatches import Microbatches
 from stageline.running.program import StageProgram
 from stageline.running.recordings import Chosen
@@ -36,7 +36,7 @@ class StepState:
         deferred: What I of (stage, microbatch) leaves for W.
         again: Inputs of (stage, microbatch) that R will need.
         input_gradients: Gradients of the model's arguments, for each microbatch, where asked for.
-        losses: Loss of each microbatch, detached, times what it weighs.
+        losses: Loss of each microbatch, and what it weighs.
         outputs: Output of each microbatch, detached, where the caller wants it.
         chosen: Of a recorded model, what each microbatch follows.
         streams: Where random numbers come from; None if nothing here can draw.
@@ -77,7 +77,7 @@ class StepState:
         self.deferred: dict[Key, Deferred] = {}
         self.again = Inputs()
         self.input_gradients: dict[int, Sequence[Tensor | None]] = {}
-        self.losses: dict[int, Tensor] = {}
+        self.losses = Losses()
         self.outputs: dict[int, Packet] = {}
         self.autocast: list[str] = []
         self.waited: float | None = None

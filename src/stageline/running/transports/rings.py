@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import struct
 import threading
 from contextlib import suppress
@@ -28,6 +29,9 @@ _FIRST = 256  # byte at which records begin
 _SIZE = _FIRST + CAPACITY * _PLACE
 _ALL = 1 << 16  # bytes: more than a pipe holds
 
+# These processors let others see writes in the order in which they were made, and read in order.
+_KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
+
 _barrier = threading.Lock()
 
 
@@ -38,6 +42,12 @@ def _fence() -> None:
     """
     if _barrier.acquire(blocking=False):
         _barrier.release()
+
+
+def _in_order() -> None:
+    """Let writes before it be seen before writes after it; the same for reads."""
+    if not _KEEPS_ORDER:
+        _fence()
 
 
 class Ring:
@@ -108,7 +118,7 @@ class Writer(Ring):
         """Write a record."""
         written = self._written
         self._layout.pack_into(self._records, _FIRST + written % CAPACITY * _PLACE, *fields)
-        _fence()
+        _in_order()
         self._words[_HEAD] = self._written = written + 1
         self._call_other()
 
@@ -135,7 +145,7 @@ class Reader(Ring):
 
     def look(self) -> tuple[Any, ...]:
         """Return the next record; it stays, and all that belongs to it, until ``free``."""
-        _fence()
+        _in_order()
         where = _FIRST + self._read % CAPACITY * _PLACE
         return self._layout.unpack_from(self._records, where)
 
