@@ -70,6 +70,11 @@ class Draw:
         self._seeded = frame.seeded
         self._count = 0
 
+    @property
+    def is_seeded(self) -> bool:
+        """Whether the code of the model has said which seed, and wants torch's own numbers."""
+        return self._seeded is not None
+
     def generator(self, device: torch.device = _CPU) -> torch.Generator:
         if self._seeded is not None:
             generator: torch.Generator = self._seeded.on(device)
@@ -141,11 +146,22 @@ def _dropout(draw: Draw, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if type(given) not in _PLAIN or given.is_meta:
         return _adding(draw, func, args, kwargs)
     keep = 1 - p
-    noise = torch.empty_like(given).bernoulli_(keep, generator=draw.generator(given.device))
-    noise.div_(keep)
+    noise = _ones_and_zeros(given, keep, draw).div_(keep)
     if inplace or func is torch.dropout_:
         return given.mul_(noise)
     return given * noise
+
+
+def _ones_and_zeros(given: Tensor, chance: float, draw: Draw) -> Tensor:
+    """Return a tensor like another one, in which each element is a one by this chance.
+
+    ``bernoulli_`` draws a double for each on the CPU. A float is drawn in half the time, and says
+    as well on which side of the chance it lies, to 24 bits.
+    """
+    noise, generator = torch.empty_like(given), draw.generator(given.device)
+    if given.dtype is torch.float32 and given.is_cpu and not draw.is_seeded:
+        return noise.uniform_(generator=generator).lt_(chance)
+    return noise.bernoulli_(chance, generator=generator)
 
 
 def _read_dropout(
