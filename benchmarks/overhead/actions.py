@@ -218,6 +218,7 @@ EVERYBODY = [
     alone("one rank in a thread, zb-h1", FOUR, 3, schedule="zb-h1", in_threads=True),
     *loops(MINE),
     alone("one rank", MINE),
+    alone("one rank in a thread", MINE, in_threads=True),
     *loops(TWO),
     Contestant("two ranks, in turn", TWO, 1, 2, partial(ours, ranks=2, transport="memory")),
     Contestant(
