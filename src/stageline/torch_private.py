@@ -112,6 +112,7 @@ __all__ = [
     "functorch_level",
     "gradients_of",
     "has_gradient_hooks",
+    "is_bare",
     "is_composite",
     "leaf_names",
     "native_functions",

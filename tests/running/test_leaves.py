@@ -139,6 +139,19 @@ def test_a_backward_inside_a_stage_is_refused() -> None:
         pipe.step(torch.randn(4, 3), target=torch.randn(4, 1))
 
 
+def test_nothing_enters_as_a_leaf_where_saved_tensors_are_kept_elsewhere(
+    entered: list[Tensor],
+) -> None:
+    """The layer's input would go to the disk, say, and stay alive as a leaf all the same."""
+    pipe = sl.Pipeline(
+        stack(3, torch.float32), split=[1, 3], num_microbatches=2, loss_fn=F.mse_loss
+    )
+    vars(pipe._engine.runner)["_takes_turns"] = False
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+        pipe.step(torch.randn(4, 3), target=torch.randn(4, 1))
+    assert not entered
+
+
 def test_under_autocast_nothing_enters_as_a_leaf(entered: list[Tensor]) -> None:
     """The layer keeps its input in another dtype there, and a leaf would be held besides."""
     pipe = sl.Pipeline(

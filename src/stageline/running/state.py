@@ -19,6 +19,7 @@ from stageline.running.split.deferred import Deferred
 from stageline.running.split.mode import splittable_parameters
 from stageline.running.streams.calls import CallStreams
 from stageline.running.transports.base import Endpoint, Receipt
+from stageline.torch_private import saved_tensor_hooks
 
 Key = tuple[int, int]  # stage, microbatch
 
@@ -101,11 +102,15 @@ class StepState:
         return known
 
     def takes_leaf(self, program: StageProgram) -> bool:
-        """Whether values may enter a stage as leaves; asked of it once in a step."""
+        """Whether values may enter a stage as leaves; asked of it once in a step.
+
+        Under autocast, and where the user keeps saved tensors elsewhere, what the first layer keeps
+        is not what it was given, and a leaf would be alive besides.
+        """
         known = self._takes_leaf.get(program.index)
         if known is None:
-            known = not self.autocast and program.takes_leaf()
-            self._takes_leaf[program.index] = known
+            keeps_it = not self.autocast and saved_tensor_hooks() is None
+            known = self._takes_leaf[program.index] = keeps_it and program.takes_leaf()
         return known
 
     def take(self, table: dict[Key, Receipt], program: StageProgram, key: Key) -> Packet:
