@@ -5,7 +5,6 @@ other file names what is private in torch. Members of torch's objects are used w
 for want of a public way, and only these:
 
     tensor._version            whether a tensor has been written to since it was last looked at
-    tensor._is_view            whether a tensor keeps another one alive
     module._parameters, _buffers, _modules
                                what a module itself holds, also under several names and as None
     module._non_persistent_buffers_set

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stageline as sl
+from stageline.running import backwards
 from stageline.running.loss import Losses, LossRule, own_loss
 from stageline.running.microbatches import Microbatches
 from stageline.testing import plain_step
+from stageline.torch_private import run_backward
 
 IGNORED = -100
 
@@ -447,3 +449,21 @@ def test_whole_numbers_are_weighed_too() -> None:
     for index in range(2):
         losses.note(index, torch.tensor(index), 0.5)
     assert torch.equal(losses.total(), torch.tensor(0.5))
+
+
+def test_nothing_of_a_loss_is_kept_for_backward_but_its_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """mse_loss reduces in memory as large as its input, which the loss as a tensor kept alive."""
+    rooted: list[object] = []
+
+    def noted(roots: Any, gradients: Any, *leaves: Any) -> None:
+        rooted.extend(roots)
+        run_backward(roots, gradients, *leaves)
+
+    monkeypatch.setattr(backwards, "run_backward", noted)
+    pipe = sl.Pipeline(mlp(), split=[2, 3], num_microbatches=2, loss_fn=F.mse_loss)
+    vars(pipe._engine.runner)["_takes_turns"] = False
+    pipe.step(torch.randn(4, 6), target=torch.randn(4, 3))
+    assert len(rooted) == 4
+    assert not any(isinstance(root, Tensor) for root in rooted)

@@ -296,7 +296,7 @@ def _prepare_backward(
     if not state.foreign.is_known(program.index):
         state.foreign.check(program.index, [loss])
     key = (program.index, microbatch)
-    # The engine takes a tensor faster than an edge, but one that is a view keeps others alive.
-    state.roots[key] = [gradient_edge(loss) if loss._is_view() else loss]
+    # Not the loss itself, whose storage may be as large as what it was reduced from.
+    state.roots[key] = [gradient_edge(loss)]
     # The share as root gradient is what multiplying the loss by it would give, at no cost.
     state.gradients[key] = Packet([state.share(weight, loss) if weight else None])
