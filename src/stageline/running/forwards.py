@@ -173,7 +173,11 @@ def _run(
 
 
 def _entered(
-    state: StepState, program: StageProgram, microbatch: int, tensor: Tensor, mode: object
+    state: StepState,
+    program: StageProgram,
+    microbatch: int,
+    tensor: Tensor,
+    mode: Splitting | None,
 ) -> Tensor:
     """Let a single tensor into a stage."""
     key = (program.index, microbatch)
