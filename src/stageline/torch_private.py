@@ -84,6 +84,7 @@ __all__ = [
     "CHECKPOINT_GENERATOR",
     "COMPILED_CALL",
     "CPU_ATTENTION",
+    "MODULE_HOOKS",
     "NESTED_BACKWARDS",
     "SUPPORTED_NODES",
     "WRAPPER_OF_COMPILED",
@@ -184,6 +185,10 @@ def run_backward(
     _engine_run_backward(tuple(roots), tuple(gradients), False, False, tuple(leaves), True, True)
 
 
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where a module keeps those who listen to its calls."""
+
+
 def is_bare(module: torch.nn.Module) -> bool:
     """Whether a call of a module is its forward, and nobody listens.
 
@@ -195,9 +200,9 @@ def is_bare(module: torch.nn.Module) -> bool:
         >>> is_bare(layer)
         False
     """
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+    if "forward" in vars(module) or _has_any_global_hook():
         return False
-    return not (module._backward_hooks or module._backward_pre_hooks or _has_any_global_hook())
+    return not any(getattr(module, hooks) for hooks in MODULE_HOOKS)
 
 
 def applier(function: type[torch.autograd.Function]) -> Any:

@@ -31,13 +31,12 @@ from stageline.capturing.symbols import symbol
 from stageline.capturing.values import flatten
 from stageline.capturing.watching import SharedObjects, Watch
 from stageline.errors import CaptureError, StagelineError
-from stageline.torch_private import DisableTorchFunction, TreeSpec
+from stageline.torch_private import MODULE_HOOKS, DisableTorchFunction, TreeSpec
 
 _one_at_a_time = threading.RLock()  # the patches of a recording belong to the whole process
 # What image models of the transformers library find out on their first call.
 _FIRST_CALL = ("config.problem_type",)
 _OUTPUT_HOOKS = "transformers.utils.output_capturing"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, eq=False)
@@ -346,7 +345,7 @@ def _check_openable(names: ModelNames, opened: frozenset[str]) -> None:
 def _faults(names: ModelNames, path: str) -> Iterator[str]:
     module = names.module(path)
     name = f"{path or 'the model'} ({type(module).__name__})"
-    for hooks in _HOOKS:
+    for hooks in MODULE_HOOKS:
         if any(not _is_harmless(hook) for hook in getattr(module, hooks).values()):
             yield (
                 f"{name} has hooks, which no stage would call: remove them, or put them on a "

@@ -17,13 +17,7 @@ from stageline.capturing.marks import CutPoint, begun_block, is_own_hook
 from stageline.capturing.streams.frames import Frame, Route, route_of
 from stageline.capturing.streams.keys import ROOT
 from stageline.capturing.streams.tracking import numbers_of
-
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+from stageline.torch_private import MODULE_HOOKS
 
 
 @dataclass(frozen=True)
@@ -243,7 +237,7 @@ def own_tensors(module: nn.Module) -> list[str]:
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module does more than its forward; the hooks of marks do nothing."""
     return any(
-        not is_own_hook(hook) for hooks in _HOOKS for hook in getattr(module, hooks).values()
+        not is_own_hook(hook) for hooks in MODULE_HOOKS for hook in getattr(module, hooks).values()
     )
 
 

@@ -13,11 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from stageline.torch_private import storage_of
+from stageline.torch_private import MODULE_HOOKS, storage_of
 
 _SIMPLE = (bool, int, float, str, type(None))
 _TABLES = ("_parameters", "_buffers", "_modules")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _MOST = 200
 
@@ -141,7 +140,7 @@ def _objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
         if name not in _OF_EVERY_MODULE and isinstance(value, Tensor):
             yield name, _identity(value)
-    for name in _HOOKS:
+    for name in MODULE_HOOKS:
         hooks = vars(module)[name]
         # Those that only collect results come with the first call that asks for them.
         yield name, sum(not _collects(hook) for hook in hooks.values()) if hooks else 0
