@@ -104,6 +104,7 @@ __all__ = [
     "compiler_is_loaded",
     "connect_gloo",
     "copy_all",
+    "cudnn_is_enabled",
     "default_generator",
     "default_store",
     "engine_will_run",
@@ -112,6 +113,7 @@ __all__ = [
     "functorch_level",
     "gradients_of",
     "has_gradient_hooks",
+    "hooks_of",
     "is_bare",
     "is_composite",
     "leaf_names",
@@ -189,6 +191,16 @@ MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_bac
 """Where a module keeps those who listen to its calls."""
 
 
+def hooks_of(module: torch.nn.Module) -> tuple[Any, Any, Any, Any]:
+    """Return the tables of those who listen to a module: torch only adds and removes."""
+    one, two, three, four = (getattr(module, hooks) for hooks in MODULE_HOOKS)
+    return one, two, three, four
+
+
+# What torch.backends.cudnn.enabled asks, six functions further down.
+cudnn_is_enabled = torch._C._get_cudnn_enabled
+
+
 def is_bare(module: torch.nn.Module) -> bool:
     """Whether a call of a module is its forward, and nobody listens.
 
@@ -202,7 +214,7 @@ def is_bare(module: torch.nn.Module) -> bool:
     """
     if "forward" in vars(module) or _has_any_global_hook():
         return False
-    return not any(getattr(module, hooks) for hooks in MODULE_HOOKS)
+    return not any(hooks_of(module))
 
 
 def applier(function: type[torch.autograd.Function]) -> Any:

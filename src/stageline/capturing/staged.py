@@ -219,6 +219,21 @@ class VariantStage(Parts):
         return twin
 
     def forward(self, value: Any, leaves: Sequence[Any], variant: str | None = None) -> Any:
+        wiring, values = self._wiring(value, variant)
+        return wiring.run(wiring.module, values, leaves)
+
+    def directly(self) -> Callable[..., Any]:
+        """Return what does the same as a call, for one batch; random streams do not follow it."""
+        calls = {name: wiring.direct.now() for name, wiring in self._wirings().items()}
+
+        def call(value: Any, leaves: Sequence[Any], variant: str | None = None) -> Any:
+            wiring, values = self._wiring(value, variant)
+            return wiring.run(calls.get(wiring.name, wiring.module), values, leaves)
+
+        return call
+
+    def _wiring(self, value: Any, variant: str | None) -> tuple[Wiring, Sequence[Any]]:
+        """Return the recording that a call follows, and what the stage before has returned."""
         values: Sequence[Any] = ()
         if self.index:
             if isinstance(value, tuple):
@@ -235,7 +250,7 @@ class VariantStage(Parts):
         track = here.track
         if track is not None and track.base is not None:
             track.frame = Planned(wiring.code.route)
-        return wiring.run(values, leaves)
+        return wiring, values
 
 
 class StagedModel:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from stageline.capturing.direct.calls import Call, DirectCall
 from stageline.capturing.regions import end_region
 from stageline.capturing.stage import Parts, StageModule
 from stageline.capturing.values import flatten, unflatten
@@ -25,7 +26,7 @@ class Wiring:
         self.recording = variant.recording
         self.module = module
         self._setup = (variant, index, is_plain, is_last)
-        self._name = variant.name
+        self.name = variant.name
         self._is_plain = is_plain
         self._is_last = is_last
         self._spec = variant.recording.output_spec
@@ -55,31 +56,41 @@ class Wiring:
         self._only = sources[0] if is_simple and len(sources) == 1 else None
         self._makes_all = len(self.code.makes) == 1 and self._carries == [(0, 0)]
         self._returns_one = variant.recording.output_spec == flatten(0)[1]
+        self.direct = DirectCall(module)
 
     def on(self, parts: Parts) -> Wiring:
         """Return the same for a copy of the stage."""
         variant, index, is_plain, is_last = self._setup
         return Wiring(variant, index, self.module.on(parts), is_plain, is_last)
 
-    def run(self, values: Sequence[Any], leaves: Sequence[Any]) -> Any:
+    def run(self, call: Call, values: Sequence[Any], leaves: Sequence[Any]) -> Any:
+        """Run the stage.
+
+        Args:
+            call: The module of the stage, or what is called in its place.
+            values: What the stage before returned.
+            leaves: The arguments of the model.
+        """
         if self._only is not None:
             sent, place = self._only
-            result = self.module(values[place] if sent else leaves[place])
+            result = call(values[place] if sent else leaves[place])
         else:
-            values, result = self._run(values, leaves)
+            values, result = self._run(call, values, leaves)
         if self._is_last:
             return result[0] if self._returns_one else unflatten(list(result), self._spec)
         if self._makes_all:
             is_bare = self._is_plain and isinstance(result, Tensor)
-            return result if is_bare else (self._name, result)
+            return result if is_bare else (self.name, result)
         results = (result,) if len(self.code.makes) == 1 else result
         sources = (results, values, leaves)
         carried = [sources[source][i] for source, i in self._carries]
         if self._is_plain and len(carried) == 1 and isinstance(carried[0], Tensor):
             return carried[0]
-        return (self._name, *carried)
+        return (self.name, *carried)
 
-    def _run(self, values: Sequence[Any], leaves: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+    def _run(
+        self, call: Call, values: Sequence[Any], leaves: Sequence[Any]
+    ) -> tuple[Sequence[Any], Any]:
         """Return the values that came in, those that change as copies, and what the code makes."""
         if self._changes:
             # Changed in place here: the stage before may have kept it for its backward.
@@ -87,8 +98,8 @@ class Wiring:
         used = [values[i] if sent else leaves[i] for sent, i in self._uses]
         used += [leaves[i] for i in self.code.inputs]
         if not self.code.has_regions:
-            return values, self.module(*used)
+            return values, call(*used)
         try:
-            return values, self.module(*used)
+            return values, call(*used)
         finally:
             end_region()

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from stageline.capturing.direct.calls import Call
 from stageline.running.boundary import (
     Packet,
     enter,
@@ -145,19 +146,19 @@ def _run(
 ) -> Packet | None:
     """Call a stage; return what goes to the next one, None if it is the last."""
     if arrived is None:
-        output = call_first(state, program, microbatch)
+        output = call_first(state, program, microbatch, mode)
     elif arrived.spec is None and arrived.differentiable[0]:  # by far the most common packet
         tensor = arrived.leaves[0]
         output = call_stage(
-            state, program, microbatch, _entered(state, program, microbatch, tensor, mode)
+            state, program, microbatch, _entered(state, program, microbatch, tensor, mode), mode
         )
     else:
-        entered = enter(arrived)
-        if entered.slot is not None:
-            state.slots[program.index, microbatch] = entered.slot
-        output = call_stage(state, program, microbatch, entered.value)
-        entered.check()
-        del entered
+        several = enter(arrived)
+        if several.slot is not None:
+            state.slots[program.index, microbatch] = several.slot
+        output = call_stage(state, program, microbatch, several.value, mode)
+        several.check()
+        del several
     if mode is not None:
         output = mode.held(output)
     if program.is_last:
@@ -186,30 +187,40 @@ def _entered(
     return enter_one(tensor, state.slots, key)
 
 
-def call_stage(state: StepState, program: StageProgram, microbatch: int, value: Any) -> Any:
+def call_stage(
+    state: StepState,
+    program: StageProgram,
+    microbatch: int,
+    value: Any,
+    mode: Splitting | None = None,
+) -> Any:
     """Call a stage with what the stage before returned."""
+    run = state.call_of(program) if mode is None else program.module
     if state.streams is None:
         if state.chosen:
-            return _call_recorded(state, program, microbatch, value)
-        return program.call(value)
+            return _call_recorded(state, program, microbatch, run, value)
+        return program.call(run, value)
     if state.chosen:
-        call = partial(_call_recorded, state, program, microbatch, value)
+        call = partial(_call_recorded, state, program, microbatch, run, value)
     else:
-        call = partial(program.call, value)
+        call = partial(program.call, run, value)
     return _drawing(state.streams, program.index, microbatch, call)
 
 
-def call_first(state: StepState, program: StageProgram, microbatch: int) -> Any:
+def call_first(
+    state: StepState, program: StageProgram, microbatch: int, mode: Splitting | None = None
+) -> Any:
     """Call the first stage with the arguments of the model."""
+    run = state.call_of(program) if mode is None else program.module
     inputs = _model_inputs(state, microbatch)
     if state.streams is None:
         if state.chosen:
-            return _call_recorded(state, program, microbatch, None, inputs)
-        return program.call_first(*inputs)
+            return _call_recorded(state, program, microbatch, run, None, inputs)
+        return program.call_first(run, *inputs)
     if state.chosen:
-        call = partial(_call_recorded, state, program, microbatch, None, inputs)
+        call = partial(_call_recorded, state, program, microbatch, run, None, inputs)
     else:
-        call = partial(program.call_first, *inputs)
+        call = partial(program.call_first, run, *inputs)
     return _drawing(state.streams, program.index, microbatch, call)
 
 
@@ -235,7 +246,12 @@ def _drawing(streams: CallStreams, stage: int, microbatch: int, call: Callable[[
 
 
 def _call_recorded(
-    state: StepState, program: StageProgram, microbatch: int, value: Any, inputs: Any = None
+    state: StepState,
+    program: StageProgram,
+    microbatch: int,
+    run: Call,
+    value: Any,
+    inputs: Any = None,
 ) -> Any:
     """Run a stage of a recorded model: it takes arguments of the model whichever stage it is."""
     variant, leaves = state.chosen[microbatch]
@@ -243,7 +259,7 @@ def _call_recorded(
         leaves = tree_flatten(inputs)[0]
     if not program.is_on_cpu:
         leaves = program.localise(leaves)
-    return program.module(value, leaves, variant)
+    return run(value, leaves, variant)
 
 
 def finish(

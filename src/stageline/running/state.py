@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from stageline.capturing.direct.calls import Call
 from stageline.running.boundary import GradientSlot, Packet, Root
 from stageline.running.foreign import ForeignParameters
 from stageline.running.loss import Losses, LossRule
@@ -86,6 +87,7 @@ class StepState:
         self._shares: dict[float, Tensor] = {}
         self._leaves: dict[int, dict[int, nn.Parameter]] = {}
         self._takes_leaf: dict[int, bool] = {}
+        self._calls: dict[int, Call] = {}
 
     def share(self, weight: float, like: Tensor) -> Tensor:
         """Return a weight as root gradient of a loss; microbatches of one size have one."""
@@ -99,6 +101,15 @@ class StepState:
         known = self._leaves.get(stage)
         if known is None:
             known = self._leaves[stage] = splittable_parameters(self.programs[stage].module)
+        return known
+
+    def call_of(self, program: StageProgram) -> Call:
+        """Return what to call to run a stage; chosen once in a step."""
+        known = self._calls.get(program.index)
+        if known is None:
+            is_followed = self.streams is not None and self.streams.follows(program.index)
+            known = program.module if is_followed else program.directly()
+            self._calls[program.index] = known
         return known
 
     def takes_leaf(self, program: StageProgram) -> bool:

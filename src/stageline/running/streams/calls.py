@@ -138,6 +138,10 @@ class CallStreams:
         with calls_followed(), standing_in(), uncompiled(self.compiled):
             yield
 
+    def follows(self, stage: int) -> bool:
+        """Whether calls of modules in a stage must be seen."""
+        return stage in self.stages
+
     def forward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Return what to run a stage in."""
         streams = self.stages.get(stage)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from stageline.capturing.direct.calls import is_called_plainly
 from stageline.capturing.streams.functions import DRAWING
 
 _PLACES = (torch, nn, F, math)
@@ -74,7 +75,7 @@ def forward_draws_nothing(module: nn.Module) -> bool:
         >>> forward_draws_nothing(Block()), forward_draws_nothing(Noisy())
         (True, False)
     """
-    if not _is_called_plainly(module):
+    if not is_called_plainly(module):
         return False
     return _is_quiet(getattr_static(type(module), "forward"), module)
 
@@ -95,12 +96,6 @@ def _is_quiet(function: object, owner: nn.Module | None) -> bool:
     except _MayDraw:
         return False
     return True
-
-
-def _is_called_plainly(module: nn.Module) -> bool:
-    """Whether a call and an attribute of a module are what they are for most."""
-    names = ("__call__", "__getattr__", "__getattribute__")
-    return all(getattr(type(module), name) is getattr(nn.Module, name) for name in names)
 
 
 def _read(function: object, owner: nn.Module | None, depth: int) -> None:
@@ -196,7 +191,7 @@ class _Reader:
         return _OPAQUE
 
     def _of_module(self, module: nn.Module, name: str) -> Any:
-        if not _is_called_plainly(module):
+        if not is_called_plainly(module):
             raise _MayDraw
         if name in module._modules:
             return module._modules[name]

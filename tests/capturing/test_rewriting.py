@@ -1,0 +1,260 @@
+"""Code of the user's own with direct calls in it: the rest runs as it stands."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import traceback
+import weakref
+from collections.abc import Callable
+from inspect import getattr_static
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stageline.capturing.direct.calls import DirectCall
+from stageline.capturing.direct.rewriting import read
+from tests.capturing.direct_models import calls_of_modules
+
+COUNT = 0
+
+
+class Two(nn.Module):
+    """Has two layers to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Linear(3, 3)
+        self.two = nn.Linear(3, 3)
+
+
+class Decides(Two):
+    def forward(self, x: Tensor, again: bool = True) -> Tensor:
+        one = self.one(x)
+        while again and one.sum() < 10:
+            one = one + self.two(input=x).abs()
+        return one if self.training else -one  # type: ignore[no-any-return]
+
+
+class Writes(Two):
+    """Counts in a global, keeps what it has seen, and catches what its layer raises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        global COUNT
+        COUNT += 1
+        self.seen = x.shape
+        try:
+            return self.one(x[:, :2])  # type: ignore[no-any-return]  # torch has no types here
+        except RuntimeError:
+            return self.two(x)  # type: ignore[no-any-return]
+
+
+class Nests(Two):
+    def forward(self, x: Tensor, /) -> Tensor:
+        def twice(y: Tensor) -> Tensor:
+            return self.two(self.one(y))  # type: ignore[no-any-return]
+
+        return sum((twice(row) for row in x), start=torch.zeros(3))
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Two()
+        self.both = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.both:
+            x = each(x)
+        return self.inner.two(self.inner.one(self.both[0](x)))  # type: ignore[no-any-return]
+
+
+REWRITTEN: dict[type[nn.Module], int] = {Decides: 0, Writes: 0, Nests: 0, Deep: 3}
+"""With how many calls of modules are left."""
+
+
+@pytest.mark.parametrize("kind", REWRITTEN)
+def test_code_does_what_it_did(kind: type[nn.Module]) -> None:
+    model, x = kind(), torch.randn(4, 3)
+    assert torch.equal(DirectCall(model).now()(x), model(x))
+    with calls_of_modules() as calls:
+        DirectCall(model).now()(x)
+    assert len(calls) == REWRITTEN[kind]
+
+
+def test_what_code_writes_is_written() -> None:
+    global COUNT
+    COUNT = 0
+    model = Writes()
+    DirectCall(model).now()(torch.randn(4, 3))
+    assert COUNT == 1
+    assert model.seen == (4, 3)
+
+
+def test_defaults_and_names_of_arguments() -> None:
+    model, x = Decides(), torch.randn(4, 3)
+    call = DirectCall(model).now()
+    assert torch.equal(call(x, again=False), model(x, again=False))
+    assert torch.equal(call(x), model(x))
+    model.eval()
+    assert torch.equal(call(x), model(x))
+
+
+class Fails(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.one(x)
+        return hidden @ torch.ones(5)  # type: ignore[no-any-return]
+
+
+def test_a_traceback_points_at_the_users_line() -> None:
+    try:
+        DirectCall(Fails()).now()(torch.randn(4, 3))
+    except RuntimeError as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+    assert last.filename == __file__
+    assert str(last.line).startswith("return hidden @ torch.ones(5)")
+
+
+def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: function(*args) + 1
+
+
+class Decorated(Two):
+    @wrapped
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x)  # type: ignore[no-any-return]
+
+
+class Takes(Two):
+    def forward(self, x: Tensor, *others: Tensor, **named: Any) -> Tensor:
+        return self.one(x)  # type: ignore[no-any-return]
+
+
+class Above(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x)  # type: ignore[no-any-return]
+
+
+class Below(Above):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.two(x))
+
+
+class Replaces(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        self.one = nn.Linear(3, 3)
+        return self.one(x)  # type: ignore[no-any-return]
+
+
+class Rebinds(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        module, self = self, nn.Module()  # type: ignore[assignment]
+        self.one = module.two
+        return self.one(x)  # type: ignore[no-any-return]
+
+
+class Looks(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        assert sorted(locals()) == ["self", "x"]
+        return self.one(x)  # type: ignore[no-any-return]
+
+
+class Mangled(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.__scaled(x)
+
+    def __scaled(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class Answers(Two):
+    """Has attributes of its own making."""
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda x: x + 5) if name == "one" else super().__getattr__(name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x)  # type: ignore[no-any-return]
+
+
+class Hides(Two):
+    """Has a property with the name of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules["three"] = nn.Linear(3, 3)
+
+    @property
+    def three(self) -> nn.Module:
+        return self.two
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.three(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "kind", [Decorated, Takes, Below, Replaces, Rebinds, Looks, Mangled, Answers, Hides]
+)
+def test_code_that_is_not_plain_does_what_it_did(kind: type[nn.Module]) -> None:
+    model, x = kind(), torch.randn(4, 3)
+    torch.manual_seed(1)
+    wanted = model(x)
+    torch.manual_seed(1)
+    assert torch.equal(DirectCall(model).now()(x), wanted)
+
+
+@pytest.mark.parametrize("kind", [Takes, Below, Replaces, Rebinds, Looks])
+def test_code_that_is_not_plain_is_left_alone(kind: type[nn.Module]) -> None:
+    assert read(getattr_static(kind, "forward")) is None
+
+
+def imported(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CODE = """
+import torch
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.one(x) + 1
+"""
+
+
+def test_a_file_that_has_changed_is_not_believed(tmp_path: Path) -> None:
+    path = tmp_path / "a_file_that_changes.py"
+    path.write_text(CODE)
+    block = imported(path).Block()
+    path.write_text(CODE.replace("+ 1", "+ 2"))
+    assert read(type(block).forward) is None
+    x = torch.randn(4, 3)
+    assert torch.equal(DirectCall(block).now()(x), block.one(x) + 1)
+
+
+def test_code_without_a_file_is_left_alone() -> None:
+    names: dict[str, Any] = {}
+    exec(CODE, names)
+    assert read(names["Block"].forward) is None
+
+
+def test_a_module_of_which_nobody_knows_is_freed() -> None:
+    model = Decides()
+    direct = DirectCall(model)
+    direct.now()(torch.randn(4, 3))
+    there = weakref.ref(model)
+    del model, direct
+    gc.collect()
+    assert there() is None
