@@ -212,7 +212,8 @@ def is_bare(module: torch.nn.Module) -> bool:
         >>> is_bare(layer)
         False
     """
-    if "forward" in vars(module) or _has_any_global_hook():
+    own = vars(module)
+    if "forward" in own or own.get(COMPILED_CALL) is not None or _has_any_global_hook():
         return False
     return not any(hooks_of(module))
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from stageline.capturing.streams.tracking import FOLLOWS
 from stageline.torch_private import CALL
 
 
@@ -37,6 +38,7 @@ def calls_of_modules() -> Iterator[list[nn.Module]]:
         calls.append(module)
         return before(module, *args, **kwargs)
 
+    setattr(noted, FOLLOWS, before)  # else it would be one more reason to call modules
     setattr(nn.Module, CALL, noted)
     try:
         yield calls

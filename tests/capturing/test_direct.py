@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.overrides import TorchFunctionMode
 
 from stageline.capturing.direct.calls import DirectCall
+from stageline.torch_private import CALL
 from tests.capturing.direct_models import Residual, calls_of_modules
 
 
@@ -285,3 +286,147 @@ def test_a_class_of_tensors_is_asked_the_same() -> None:
 
     x = vectors().as_subclass(Own)
     assert type(directly(nn.Sequential(nn.ReLU(), nn.LayerNorm(4)), x)) is Own
+
+
+class Takes(nn.Module):
+    """Takes more than one argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, scale: float = 1.0, *, shift: float = 0.0) -> Tensor:
+        hidden: Tensor = self.layer(input=x)
+        return hidden * scale + shift
+
+
+class Calls(nn.Module):
+    """Gives some of them, one by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Takes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.inner(self.inner(x), shift=2.0)
+        return output
+
+
+def test_hooks_see_the_arguments_that_were_given() -> None:
+    """A twin that called its module once more, for the hooks, had filled in all defaults."""
+    model = Calls()
+    seen: list[Any] = []
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        seen.append((type(module), len(args), sorted(kwargs)))
+
+    for module in (model.inner, model.inner.layer):
+        module.register_forward_pre_hook(note, with_kwargs=True)
+    model(vectors())
+    wanted = seen.copy()
+    seen.clear()
+    directly(model, vectors())
+    assert seen == wanted
+    assert (Takes, 1, ["shift"]) in seen
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (nn.Linear, "forward"),
+        (nn.Linear, "__call__"),
+        (nn.Sequential, "forward"),
+        (nn.Module, CALL),
+        (Takes, "__call__"),
+    ],
+)
+def test_methods_replaced_in_classes_are_called(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Takes())
+    direct, before = DirectCall(model), getattr(owner, name)
+    direct.now()(vectors())
+    called: list[object] = []
+
+    def instead(self: Any, *args: Any, **kwargs: Any) -> Any:
+        called.append(self)
+        return before(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, instead)
+    direct.now()(vectors())
+    assert called
+
+
+def test_a_method_of_a_layer_replaced_in_an_instance_is_called() -> None:
+    """So pictures are made to tile."""
+    layer = nn.Conv2d(1, 1, 3, padding=1)
+
+    def tiled(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), weight, bias)
+
+    layer._conv_forward = tiled  # type: ignore[assignment,method-assign]
+    x = torch.randn(1, 1, 4, 4)
+    assert torch.equal(directly(nn.Sequential(layer), x), layer(x))
+
+
+def test_graphs_of_the_users_own_are_called_as_modules() -> None:
+    model = nn.Sequential(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU())))
+    direct = DirectCall(model)
+    direct.now()(vectors())
+    model[0].forward = lambda x: x * 0 + 5
+    assert torch.equal(direct.now()(vectors()), torch.full((6, 4), 5.0))
+
+
+def test_layers_that_change_names_are_called_by_their_new_ones() -> None:
+    model = Residual(4, 4)
+    direct, x = DirectCall(model), pictures()
+    direct.now()(x)
+    first, second = model.first, model.second
+    del model.first, model.second
+    model.second, model.first = first, second
+    assert torch.equal(direct.now()(x), model(x))
+
+
+@pytest.mark.parametrize("args", [(), (1, 2), ("text",)])
+def test_wrong_arguments_are_refused_in_the_same_words(args: Any) -> None:
+    for model in (nn.Linear(4, 4), nn.Sequential(nn.ReLU()), Takes()):
+        with pytest.raises((TypeError, AttributeError)) as wanted:
+            model(*args)
+        with pytest.raises(type(wanted.value)) as came:
+            directly(model, *args)
+        assert str(came.value) == str(wanted.value)
+
+
+class Holds(nn.Module):
+    """Has a hole that it does not use, and is its own child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.unused = nn.Sequential(nn.ReLU(), nn.ReLU())
+        self.unused._modules["1"] = None  # type: ignore[assignment]  # as setattr() would do
+        self._modules["itself"] = self
+
+    def forward(self, x: Tensor, again: bool = True) -> Tensor:
+        if again:
+            return self.itself(x, False)  # type: ignore[operator,no-any-return]
+        if x.isnan().any():
+            return self.unused(x)  # type: ignore[no-any-return]
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_holes_and_circles() -> None:
+    model, x = Holds(), vectors()
+    assert torch.equal(directly(model, x), model.layer(x))
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        directly(model, torch.full((6, 4), torch.nan))
+
+
+def test_a_copy_calls_its_own_layers() -> None:
+    direct = DirectCall(nn.Sequential(nn.Linear(4, 4)))
+    direct.now()(vectors())
+    twin = copy.deepcopy(direct)
+    for parameter in twin._module.parameters():
+        nn.init.zeros_(parameter)
+    assert not twin.now()(vectors()).any()
+    assert direct.now()(vectors()).any()

@@ -134,3 +134,43 @@ def test_a_layer_that_is_replaced_between_steps_is_called() -> None:
             each[1].second = nn.Conv2d(4, 4, 3, padding=1)
         wanted = plain_step(plain, x, target=y, num_microbatches=4, loss_fn=F.mse_loss)
         assert torch.equal(pipe.step(x, target=y).loss, wanted.loss)
+
+
+def test_a_recorded_stage_that_is_compiled_runs_as_compiled() -> None:
+    x, y = batch()
+    ran: list[int] = []
+
+    def compiled(stage: nn.Module, index: int) -> nn.Module:
+        def call(*args: Any) -> Any:
+            ran.append(index)
+            return stage.forward(*args)
+
+        vars(stage)["_compiled_call_impl"] = call  # as stage.compile() does
+        return stage
+
+    model_of_it = wrapped(model(), RECORDED)
+    with closing(of_one_rank(model_of_it, wrap_stage=compiled, **RECORDED)) as pipe:
+        pipe.step(x, target=y)
+    assert sorted(ran) == [0] * 4 + [1] * 4
+
+
+@pytest.mark.parametrize("options", [CHAIN, RECORDED], ids=["chain", "recorded"])
+def test_a_hook_on_a_stage_that_comes_within_a_step_hears_the_rest(options: dict[str, Any]) -> None:
+    x, y = batch()
+    layers = model()
+    heard: list[nn.Module] = []
+    stages: list[nn.Module] = []
+
+    def noted(stage: nn.Module, index: int) -> nn.Module:
+        stages.append(stage)
+        return stage
+
+    def listen(*given: Any) -> None:
+        handle.remove()
+        stages[0].register_forward_hook(lambda module, *given: heard.append(module))
+
+    with closing(of_one_rank(wrapped(layers, options), wrap_stage=noted, **options)) as pipe:
+        pipe.step(x, target=y)
+        handle = layers[0].register_forward_hook(listen)
+        pipe.step(x, target=y)
+    assert heard == [stages[0]] * 3  # of four microbatches

@@ -22,6 +22,7 @@ from torch.fx import Graph as FxGraph
 
 from stageline.capturing.cutting import Cutter, StageCode, named_in
 from stageline.capturing.dependence import attribute_of
+from stageline.capturing.direct.calls import listening
 from stageline.capturing.inputs import Arguments, ambient_key
 from stageline.capturing.recording import Recording
 from stageline.capturing.stage import TABLES, Parts, StageModule, build
@@ -230,7 +231,7 @@ class VariantStage(Parts):
             wiring, values = self._wiring(value, variant)
             return wiring.run(calls.get(wiring.name, wiring.module), values, leaves)
 
-        return call
+        return listening(self, call)
 
     def _wiring(self, value: Any, variant: str | None) -> tuple[Wiring, Sequence[Any]]:
         """Return the recording that a call follows, and what the stage before has returned."""

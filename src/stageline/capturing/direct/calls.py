@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from inspect import getattr_static
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import is_, itemgetter
 from types import FunctionType
 from typing import Any
 
 from torch import nn
-from torch.fx import GraphModule
 
-from stageline.capturing.direct.layers import LAYERS, are_as_known, sequential
-from stageline.capturing.direct.rewriting import Path, read
-from stageline.torch_private import COMPILED_CALL, MODULE_HOOKS, is_bare
+from stageline.capturing.direct.layers import (
+    LAYERS,
+    are_as_known,
+    is_as_known,
+    methods_of,
+    sequential,
+)
+from stageline.capturing.direct.rewriting import Layer, Path, read
+from stageline.capturing.stage import StageModule
+from stageline.torch_private import CALL, COMPILED_CALL, MODULE_HOOKS, hooks_of, is_bare
 
 Call = Callable[..., Any]
 
 # What a function has taken out of its layer once; torch only changes what is in there.
 _tables = itemgetter("_parameters", "_buffers", "_modules", *MODULE_HOOKS)
-_forward = attrgetter("forward")
+_OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
+_TAKE_ONE = frozenset((*LAYERS, nn.Sequential))
 
 
 class DirectCall:
@@ -35,8 +42,15 @@ class DirectCall:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._call: Call = module
-        self._used: list[nn.Module] | None = None
+        self._forget()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DirectCall, (self._module,)  # a copy of the rest would call the same layers
+
+    def _forget(self) -> None:
+        self._call: Call | None = None
+        self._used: list[nn.Module] = []
+        self._kinds: list[type[nn.Module]] = []
         self._seen: list[Any] = []
 
     def now(self) -> Call:
@@ -45,24 +59,43 @@ class DirectCall:
         Hooks of modules may come and go at any time: every call looks for them.
         """
         if not are_as_known() or not is_bare(self._module):
+            self._forget()
             return self._module
-        if self._used is None or not _are_same(self._seen, _look(self._used)):
+        seen = _look(self._used, self._kinds)
+        if self._call is None or not _are_same(seen, self._seen):
             maker = _Maker()
-            self._call = maker.direct(self._module)
-            self._used = maker.used
-            self._seen = _look(self._used)
+            self._call = listening(self._module, maker.direct(self._module))
+            self._used, self._kinds = maker.used, list(set(map(type, maker.used)))
+            self._seen = _look(self._used, self._kinds)
         return self._call
 
 
-def _look(modules: Sequence[nn.Module]) -> list[Any]:
+def listening(module: nn.Module, call: Call) -> Call:
+    """Return what calls a module as soon as somebody listens to it, and else what is given."""
+    hooks, pre_hooks, backward_hooks, backward_pre_hooks = hooks_of(module)
+    takes_one = type(module) in _TAKE_ONE
+
+    def listening(*args: Any, **kwargs: Any) -> Any:
+        if hooks or pre_hooks or backward_hooks or backward_pre_hooks:
+            return module(*args, **kwargs)
+        if takes_one and (kwargs or len(args) != 1):
+            return module(*args, **kwargs)  # which says what is wrong
+        return call(*args, **kwargs)
+
+    return listening
+
+
+def _look(modules: Sequence[nn.Module], kinds: Iterable[type[nn.Module]]) -> list[Any]:
     """Return all that a direct call has taken out of modules, as it is now."""
     own = [vars(module) for module in modules]
     return [
         *map(type, modules),
-        *map(_forward, map(type, modules)),
+        *map(len, own),
+        *chain.from_iterable(map(methods_of, kinds)),
+        *(getattr(kind.forward, name, None) for kind in kinds for name in _OF_FUNCTIONS),
         *chain.from_iterable(map(_tables, own)),
+        *chain.from_iterable(each["_modules"] for each in own),
         *chain.from_iterable(each["_modules"].values() for each in own),
-        *(each.get("forward") for each in own),
         *(each.get(COMPILED_CALL) for each in own),
     ]
 
@@ -73,7 +106,11 @@ def _are_same(one: list[Any], other: list[Any]) -> bool:
 
 def is_called_plainly(module: nn.Module) -> bool:
     """Whether a call and an attribute of a module are what they are for most."""
-    names = ("__call__", "__getattr__", "__getattribute__")
+    return type(module).__call__ is nn.Module.__call__ and _has_plain_attributes(module)
+
+
+def _has_plain_attributes(module: nn.Module) -> bool:
+    names = ("__getattr__", "__getattribute__")
     return all(getattr(type(module), name) is getattr(nn.Module, name) for name in names)
 
 
@@ -82,21 +119,27 @@ class _Maker:
 
     def __init__(self) -> None:
         self.used: list[nn.Module] = []
+        self._open: set[int] = set()  # modules whose calls are being made: one may hold itself
 
     def direct(self, module: nn.Module) -> Call:
         """Return what does the same as a call of a module: itself, where nothing is known of it."""
         own, kind = vars(module), type(module)
-        if isinstance(module, GraphModule):
-            return self._rewritten(module, module.code)
-        if not is_called_plainly(module) or "forward" in own or own.get(COMPILED_CALL) is not None:
+        if id(module) in self._open or "forward" in own or own.get(COMPILED_CALL) is not None:
             return module
-        if kind in LAYERS:
-            self.used.append(module)
-            return LAYERS[kind](module)
-        if type(module) is nn.Sequential:
-            self.used.append(module)
-            return sequential(module, [self.direct(child) for child in module])
+        if isinstance(module, StageModule):
+            return self._rewritten(module, module.code)
+        if not is_called_plainly(module) or CALL in own:
+            return module
+        if kind in _TAKE_ONE:
+            return self._known(module) if is_as_known(module) else module
         return module if kind.__module__.startswith("torch.") else self._rewritten(module)
+
+    def _known(self, module: nn.Module) -> Call:
+        self.used.append(module)
+        if type(module) is not nn.Sequential:
+            return LAYERS[type(module)](module)
+        layers = [layer for layer in module._modules.values() if layer is not None]
+        return sequential(module, [(layer, self.direct(layer)) for layer in layers])
 
     def _rewritten(self, module: nn.Module, source: str | None = None) -> Call:
         forward = getattr_static(type(module), "forward")
@@ -104,12 +147,17 @@ class _Maker:
         if method is None:
             return module
         self.used.append(module)
-        children = {path: self._child(module, path) for path in method.paths}
-        calls = {path: self.direct(child) for path, child in children.items() if child is not None}
-        return method.twin(forward, module, calls)
+        self._open.add(id(module))
+        found = {path: self._layer(module, path) for path in method.paths}
+        self._open.remove(id(module))
+        layers = {path: layer for path, layer in found.items() if layer is not None}
+        try:
+            return method.twin(forward, module, layers)
+        except RecursionError:  # an expression too deep to be copied
+            return module
 
-    def _child(self, module: nn.Module, path: Path) -> nn.Module | None:
-        """Return the module that a path leads to, if it leads through modules only."""
+    def _layer(self, module: nn.Module, path: Path) -> Layer | None:
+        """Return what a path leads to, if it leads through modules only."""
         holder, (*holders, last) = module, path
         for name in holders:
             inner = _held(holder, name)
@@ -117,12 +165,15 @@ class _Maker:
                 return None
             self.used.append(inner)
             holder = inner
-        return _held(holder, last)
+        layer = _held(holder, last)
+        if layer is None:
+            return None
+        return Layer(self.direct(layer), layer, holder, takes_one=type(layer) in _TAKE_ONE)
 
 
 def _held(module: nn.Module, name: str) -> nn.Module | None:
     """Return what an attribute of a module is, if that is a module that it holds."""
     is_hidden = name in vars(module) or hasattr(type(module), name)
-    if is_hidden or type(module).__getattr__ is not nn.Module.__getattr__:
+    if is_hidden or not _has_plain_attributes(module):
         return None
     return module._modules.get(name)

@@ -1,12 +1,14 @@
 """torch's most common layers, each as a function that reads the layer as it is at that moment.
 
-Whatever is not by far the most common case is left to the layer itself: somebody listens to it, a
-tensor is of a class of its own, a mode looks on, sizes are wrong.
+Whatever is not by far the most common case is left to the layer itself: a tensor is of a class of
+its own, a mode looks on, sizes are wrong. Who calls such a function has looked for hooks before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter, is_
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,18 +16,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import has_torch_function
 
-from stageline.torch_private import cudnn_is_enabled, hooks_of
+from stageline.capturing.streams.tracking import original_call
+from stageline.torch_private import CALL, cudnn_is_enabled, hooks_of
 
 Call = Callable[..., Any]
 
 
 def _linear(module: Any) -> Call:
-    hooks, pre_hooks, backward_hooks, backward_pre_hooks = hooks_of(module)
     parameters = module._parameters
 
     def call(input: Any) -> Any:
-        if hooks or pre_hooks or backward_hooks or backward_pre_hooks:
-            return module(input)
         try:
             weight, bias = parameters["weight"], parameters["bias"]
         except KeyError:  # an attribute by now, as pruning makes it
@@ -37,21 +37,18 @@ def _linear(module: Any) -> Call:
 
 def _convolution(function: Call) -> Callable[[Any], Call]:
     def make(module: Any) -> Call:
-        hooks, pre_hooks, backward_hooks, backward_pre_hooks = hooks_of(module)
         own, parameters = vars(module), module._parameters
 
         def call(input: Any) -> Any:
-            if hooks or pre_hooks or backward_hooks or backward_pre_hooks:
-                return module(input)
             try:
-                weight, bias = parameters["weight"], parameters["bias"]
+                weight, bias, mode = parameters["weight"], parameters["bias"], own["padding_mode"]
+                stride, padding = own["stride"], own["padding"]
+                dilation, groups = own["dilation"], own["groups"]
             except KeyError:
                 return module(input)
-            if own["padding_mode"] != "zeros":
+            if mode != "zeros":
                 return module(input)
-            return function(
-                input, weight, bias, own["stride"], own["padding"], own["dilation"], own["groups"]
-            )
+            return function(input, weight, bias, stride, padding, dilation, groups)
 
         return call
 
@@ -59,13 +56,10 @@ def _convolution(function: Call) -> Callable[[Any], Call]:
 
 
 def _relu(module: Any) -> Call:
-    hooks, pre_hooks, backward_hooks, backward_pre_hooks = hooks_of(module)
     own = vars(module)
 
     def call(input: Any) -> Any:
-        if hooks or pre_hooks or backward_hooks or backward_pre_hooks:
-            return module(input)
-        if own["inplace"] or has_torch_function((input,)):
+        if own.get("inplace") is not False or has_torch_function((input,)):
             return module(input)
         return torch.relu(input)
 
@@ -73,19 +67,16 @@ def _relu(module: Any) -> Call:
 
 
 def _layer_norm(module: Any) -> Call:
-    hooks, pre_hooks, backward_hooks, backward_pre_hooks = hooks_of(module)
     own, parameters = vars(module), module._parameters
 
     def call(input: Any) -> Any:
-        if hooks or pre_hooks or backward_hooks or backward_pre_hooks:
-            return module(input)
         try:
             weight, bias = parameters["weight"], parameters["bias"]
+            shape, eps = own["normalized_shape"], own["eps"]
         except KeyError:
             return module(input)
         if has_torch_function((input, weight, bias)):
             return module(input)
-        shape, eps = own["normalized_shape"], own["eps"]
         return torch.layer_norm(input, shape, weight, bias, eps, cudnn_is_enabled())
 
     return call
@@ -93,27 +84,25 @@ def _layer_norm(module: Any) -> Call:
 
 def _batch_norm(*dims: int) -> Callable[[Any], Call]:
     def make(module: Any) -> Call:
-        hooks, pre_hooks, backward_hooks, backward_pre_hooks = hooks_of(module)
         own, parameters, buffers = vars(module), module._parameters, module._buffers
 
         def call(input: Any) -> Any:
-            if hooks or pre_hooks or backward_hooks or backward_pre_hooks:
-                return module(input)
-            if not (own["training"] and own["track_running_stats"]) or input.dim() not in dims:
-                return module(input)
-            momentum, eps = own["momentum"], own["eps"]
             try:
+                keeps = own["training"] and own["track_running_stats"]
+                momentum, eps = own["momentum"], own["eps"]
                 weight, bias = parameters["weight"], parameters["bias"]
                 mean, var = buffers["running_mean"], buffers["running_var"]
                 count = buffers["num_batches_tracked"]
             except KeyError:
                 return module(input)
             if (
-                momentum is None
+                not keeps
+                or momentum is None
                 or count is None
                 or eps <= 0
-                or input.numel() <= input.shape[1]  # a single value, or none, for each channel
                 or has_torch_function((input, mean, var, weight, bias))
+                or input.dim() not in dims
+                or input.numel() <= input.shape[1]  # a single value, or none, for each channel
             ):
                 return module(input)
             count.add_(1)
@@ -137,34 +126,65 @@ LAYERS: dict[type[nn.Module], Callable[[Any], Call]] = {
     nn.BatchNorm2d: _batch_norm(4),
     nn.BatchNorm3d: _batch_norm(5),
 }
-"""What makes the function of a layer."""
+"""What makes the function of a layer; it takes one argument."""
 
 
-def sequential(module: nn.Sequential, calls: list[Call]) -> Call:
-    """Return what runs the layers of a Sequential, given what calls each of them."""
-    hooks, pre_hooks, backward_hooks, backward_pre_hooks = hooks_of(module)
+def sequential(module: nn.Module, calls: Sequence[tuple[nn.Module, Call]]) -> Call:
+    """Return what runs the layers of a Sequential, unless it has others at that moment.
+
+    Args:
+        module: The Sequential.
+        calls: Its layers, and what to call instead of each.
+    """
+    layers, seen = module._modules, [layer for layer, _ in calls]
+    steps = [(call, layer, *hooks_of(layer)) for layer, call in calls]
 
     def call(input: Any) -> Any:
-        if hooks or pre_hooks or backward_hooks or backward_pre_hooks:
+        if len(layers) != len(seen) or not all(map(is_, layers.values(), seen)):
             return module(input)
-        for each in calls:
-            input = each(input)
+        for direct, layer, hooks, pre_hooks, backward_hooks, backward_pre_hooks in steps:
+            if hooks or pre_hooks or backward_hooks or backward_pre_hooks:
+                input = layer(input)
+            else:
+                input = direct(input)
         return input
 
     return call
 
 
+# What the functions above stand for, and what they leave out.
+methods_of = attrgetter("__call__", "__getattr__", "__getattribute__", "forward")
+"""What a call of a module of some class goes through, as the class has it now."""
+_FUNCTIONS = [
+    *((F, name) for name in ("conv1d", "conv2d", "conv3d", "relu", "layer_norm", "batch_norm")),
+    *((kind, "_conv_forward") for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
+    *((kind, "_check_input_dim") for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)),
+]
+
+
+def functions() -> list[Any]:
+    """Return what calls of layers go through besides, as torch has it now."""
+    return [original_call(), *(getattr(owner, name) for owner, name in _FUNCTIONS)]
+
+
+def is_as_known(module: nn.Module) -> bool:
+    """Whether a layer, or a Sequential, is what torch makes of it: nobody has replaced a part."""
+    is_same = methods_of(type(module)) == _KNOWN_METHODS[type(module)]
+    return is_same and _OVERRIDES.isdisjoint(vars(module))
+
+
 def are_as_known() -> bool:
-    """Whether torch still is what the functions above stand for: nobody has replaced a part."""
-    return _parts() == _KNOWN and _ARE_TORCHS_OWN
+    """Whether torch is as it was, and nobody was here before this import."""
+    return _ARE_TORCHS_OWN and functions() == _KNOWN_FUNCTIONS
 
 
-def _parts() -> tuple[Any, ...]:
-    called = (nn.Module.__call__, nn.Module.__getattr__)
-    return (*called, F.conv1d, F.conv2d, F.conv3d, F.relu, F.layer_norm, F.batch_norm)
-
-
-_KNOWN = _parts()
-# Somebody may have been here before this import.
-_WRITTEN_IN_PYTHON = (F.relu, F.layer_norm, F.batch_norm)
-_ARE_TORCHS_OWN = all(each.__module__ == F.__name__ for each in _WRITTEN_IN_PYTHON)
+_OVERRIDES = frozenset(
+    ("_conv_forward", "_check_input_dim", CALL, "weight", "bias", "running_mean", "running_var")
+)
+_KNOWN_METHODS = {kind: methods_of(kind) for kind in (*LAYERS, nn.Sequential)}
+_KNOWN_FUNCTIONS = functions()
+_ARE_TORCHS_OWN = all(
+    each.__module__.startswith("torch")
+    for each in (*_KNOWN_FUNCTIONS, *(methods[-1] for methods in _KNOWN_METHODS.values()))
+    if isinstance(each, FunctionType)
+)

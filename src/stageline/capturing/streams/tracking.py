@@ -15,6 +15,9 @@ from stageline.capturing.streams.frames import Frame, Track, here
 from stageline.capturing.streams.keys import number_of
 from stageline.torch_private import CALL
 
+FOLLOWS = "stageline_follows"
+"""The attribute of a method that does what another one does, and looks on."""
+
 
 def numbers_of(model: nn.Module) -> dict[int, int]:
     """Return the number of every module of a model, by identity: it stands for its first name."""
@@ -88,6 +91,15 @@ def _followed(original: Any) -> Any:
         finally:
             track.frame = frame
 
+    setattr(call, FOLLOWS, original)
+    return call
+
+
+def original_call() -> Any:
+    """Return what every call of a module goes through, as it is when nobody follows it."""
+    call = getattr(nn.Module, CALL)
+    while hasattr(call, FOLLOWS):
+        call = getattr(call, FOLLOWS)
     return call
 
 
