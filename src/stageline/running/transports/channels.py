@@ -95,25 +95,21 @@ class Outgoing:
         if tensor is None:
             return False
         assert last is not None
-        slab = self._free_with(last.header)
-        if slab is None:
-            return False
-        address = self._slabs[slab].address + last.start
-        ctypes.memmove(address, tensor.data_ptr(), last.num_bytes)
-        self._announce(edge, epoch, slab, 0, last.size, last.size)
-        return True
-
-    def _free_with(self, header: bytes) -> int | None:
-        """Take a free slab that holds a header; None if there is none.
-
-        Packets of another kind, such as the gradients of tied weights, have slabs of their own.
-        """
         self.take_back()
-        free, headers = self._free, self._headers
-        for place in range(len(free) - 1, -1, -1):
-            if headers.get(free[place]) is header:
-                return free.pop(place)
-        return None
+        free, headers, header = self._free, self._headers, last.header
+        if free and headers.get(free[-1]) is header:
+            slab = free.pop()
+        else:  # one of the others: those of another kind, gradients of tied weights, lie on top
+            fitting = [place for place in range(len(free)) if headers.get(free[place]) is header]
+            if not fitting:
+                return False
+            slab = free.pop(fitting[-1])
+        ctypes.memmove(self._slabs[slab].address + last.start, tensor.data_ptr(), last.num_bytes)
+        source, target, letter, microbatch, _, _ = edge
+        self._under_way.append(slab)
+        size = last.size
+        self.ring.put(epoch, source, target, letter.encode(), microbatch, slab, 0, size, size)
+        return True
 
     def _send_in_pieces(self, edge: Edge, epoch: int, packed: Packed) -> None:
         """Send a packet through whatever slabs there are, one after the other."""
@@ -229,11 +225,16 @@ class Incoming:
         """Return the packet of an edge; others that come before are kept."""
         source, target, letter, microbatch, _, _ = edge
         wanted = (epoch, source, target, letter.encode(), microbatch)
-        while wanted not in self._arrived:
+        arrived = self._arrived
+        while wanted not in arrived:
             if not self.ring.has_news:
                 self._look_and_sleep(edge)
-            self.take_in()
-        return self._arrived.pop(wanted)
+            key, packet = self._next()
+            if key == wanted and packet is not None:  # as nearly always
+                return packet
+            if packet is not None:
+                arrived[key] = packet
+        return arrived.pop(wanted)
 
     def _look_and_sleep(self, edge: Edge) -> None:
         """Return when there is news; look for a while before sleeping."""
@@ -254,8 +255,16 @@ class Incoming:
             slow.note()
 
     def take_in(self) -> None:
-        """Copy out the next packet, or a piece of it."""
-        *key, number, header_size, size, whole = self.ring.look()
+        """Copy out the next packet, or a piece of it, for whoever will ask."""
+        key, packet = self._next()
+        if packet is not None:
+            self._arrived[key] = packet
+
+    def _next(self) -> tuple[tuple[Any, ...], Packet | None]:
+        """Copy out the next packet; None where it is not whole yet."""
+        epoch, source, target, letter, microbatch, number, header_size, size, whole = (
+            self.ring.look()
+        )
         slab = self._slabs.get(number)
         if slab is None:
             posted, (file,) = self._member.lookup(f"slab {self._generation} {number}", self._source)
@@ -268,8 +277,7 @@ class Incoming:
         else:
             packet = self._with_piece(slab.address, header_size, size, whole)
         self.ring.free()
-        if packet is not None:
-            self._arrived[tuple(key)] = packet
+        return (epoch, source, target, letter, microbatch), packet
 
     def _with_piece(self, address: int, header_size: int, size: int, whole: int) -> Packet | None:
         """Add a piece to those that came before; return the packet once it is whole."""

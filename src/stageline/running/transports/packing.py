@@ -156,9 +156,13 @@ class Kind:
         if self._only is not None:
             layout = self._only
             tensor = torch.empty(layout.shape, dtype=layout.dtype)
-            if tensor.data_ptr() % _LINE == layout.alignment:
-                ctypes.memmove(tensor.data_ptr(), address, layout.num_bytes)
-                return self._packet([tensor])
+            start = tensor.data_ptr()
+            if start % _LINE == layout.alignment:
+                ctypes.memmove(start, address, layout.num_bytes)
+                header = self._header
+                return Packet(
+                    [tensor], None, header.differentiable, header.repeats, header.overlaps
+                )
         buffers = []
         for layout in self._layouts:
             buffer = layout.empty_bytes()
@@ -166,10 +170,6 @@ class Kind:
             buffers.append(buffer)
             address += on_lines(layout.num_bytes)
         return self._header.packet(buffers)
-
-    def _packet(self, leaves: list[Any]) -> Packet:
-        header = self._header
-        return Packet(leaves, None, header.differentiable, header.repeats, header.overlaps)
 
 
 def _is_plain(layouts: Sequence[wire.Layout]) -> bool:

@@ -29,7 +29,8 @@ _FIRST = 256  # byte at which records begin
 _SIZE = _FIRST + CAPACITY * _PLACE
 _ALL = 1 << 16  # bytes: more than a pipe holds
 
-# These processors let others see writes in the order in which they were made, and read in order.
+# These processors let others see writes in the order in which they were made, and read in order;
+# for others, a fence lets writes before it be seen before writes after it, and the same for reads.
 _KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
 
 _barrier = threading.Lock()
@@ -42,12 +43,6 @@ def _fence() -> None:
     """
     if _barrier.acquire(blocking=False):
         _barrier.release()
-
-
-def _in_order() -> None:
-    """Let writes before it be seen before writes after it; the same for reads."""
-    if not _KEEPS_ORDER:
-        _fence()
 
 
 class Ring:
@@ -81,13 +76,10 @@ class Ring:
         except BlockingIOError:
             return True
 
-    def _call_other(self) -> None:
-        """Wake the other side if it sleeps."""
-        _fence()
-        if self._words[self._others]:
-            # Full: it has been called often enough. Broken: whoever listens hears of that.
-            with suppress(BlockingIOError, BrokenPipeError):
-                os.write(self._their_bell, b"!")
+    def _wake_other(self) -> None:
+        # Full: it has been called often enough. Broken: whoever listens hears of that.
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._their_bell, b"!")
 
     def close(self) -> None:
         self._memory.close()
@@ -116,11 +108,14 @@ class Writer(Ring):
 
     def put(self, *fields: Any) -> None:
         """Write a record."""
-        written = self._written
+        words, written = self._words, self._written
         self._layout.pack_into(self._records, _FIRST + written % CAPACITY * _PLACE, *fields)
-        _in_order()
-        self._words[_HEAD] = self._written = written + 1
-        self._call_other()
+        if not _KEEPS_ORDER:
+            _fence()
+        words[_HEAD] = self._written = written + 1
+        _fence()
+        if words[self._others]:  # it sleeps
+            self._wake_other()
 
     @property
     def num_read(self) -> int:
@@ -145,11 +140,15 @@ class Reader(Ring):
 
     def look(self) -> tuple[Any, ...]:
         """Return the next record; it stays, and all that belongs to it, until ``free``."""
-        _in_order()
+        if not _KEEPS_ORDER:
+            _fence()
         where = _FIRST + self._read % CAPACITY * _PLACE
         return self._layout.unpack_from(self._records, where)
 
     def free(self) -> None:
         """Say that the record which was looked at is needed no more."""
-        self._words[_TAIL] = self._read = self._read + 1
-        self._call_other()
+        words = self._words
+        words[_TAIL] = self._read = self._read + 1
+        _fence()
+        if words[self._others]:  # it sleeps
+            self._wake_other()
