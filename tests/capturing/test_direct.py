@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 from torch.overrides import TorchFunctionMode
 
-from stageline.capturing.direct.calls import DirectCall
+from stageline.capturing.direct.calls import VARIABLE, DirectCall
 from stageline.torch_private import CALL
 from tests.capturing.direct_models import Residual, calls_of_modules
 
@@ -430,3 +430,11 @@ def test_a_copy_calls_its_own_layers() -> None:
         nn.init.zeros_(parameter)
     assert not twin.now()(vectors()).any()
     assert direct.now()(vectors()).any()
+
+
+def test_modules_are_called_if_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    monkeypatch.setenv(VARIABLE, "0")
+    assert DirectCall(model).now() is model
+    monkeypatch.setenv(VARIABLE, "1")
+    assert DirectCall(model).now() is not model

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stageline.running.boundary import Packet
 from stageline.running.transports.base import Edge
-from stageline.running.transports.packing import Repeated, pack
+from stageline.running.transports.packing import Kind, Repeated, pack
 from stageline.torch_private import tree_flatten
 
 EDGE = Edge(0, 1, "F", 0, 0, 1)
@@ -77,3 +77,46 @@ def test_another_tree_or_need_for_gradients_is_described_anew() -> None:
     assert last.tensor_of(Packet(leaves, spec, (True,))) is None
     assert last.tensor_of(Packet([aligned(), aligned()], None, (True,))) is None
     assert last.tensor_of(Packet([aligned()], None, (False,))) is None
+
+
+def sent(packet: Packet) -> Packet:
+    """Return a packet as it comes out of a slab."""
+    packed = pack(packet, EDGE)
+    memory = torch.zeros(packed.size, dtype=torch.uint8)
+    packed.copy_to(memory.data_ptr())
+    return Kind.of(packed.header).rebuild(memory.data_ptr())
+
+
+SEVERAL: dict[str, list[Any]] = {
+    "two": [aligned(), aligned(torch.int64) + 3],
+    "one in the middle of a line": [aligned(), aligned(offset=1), aligned()],
+    "one that is empty": [torch.zeros(0, 4), aligned() + 1],
+    "one that is turned": [aligned().permute(2, 1, 0), aligned()],
+    "one that is missing": [None, aligned()],
+}
+
+
+@pytest.mark.parametrize("leaves", SEVERAL.values(), ids=SEVERAL)
+def test_several_tensors_arrive_as_they_were(leaves: list[Any]) -> None:
+    arrived = sent(Packet(leaves)).leaves
+    assert len(arrived) == len(leaves)
+    for came, leaf in zip(arrived, leaves, strict=True):
+        if leaf is None:
+            assert came is None
+            continue
+        assert torch.equal(came, leaf)
+        assert (came.dtype, came.stride()) == (leaf.dtype, leaf.stride())
+        assert came.numel() == 0 or came.data_ptr() % 64 == leaf.data_ptr() % 64
+
+
+def test_several_tensors_that_look_alike_are_described_once() -> None:
+    """The gradients of tied weights travel at the end of every step, and all ranks wait for it."""
+    headers = [pack(Packet([aligned(), aligned(torch.int64)]), EDGE).header for _ in range(2)]
+    assert headers[0] is headers[1]
+    others = [
+        Packet([aligned(torch.int64), aligned()]),
+        Packet([aligned(), aligned(torch.int64)], None, (True, False)),
+        Packet([aligned()]),
+    ]
+    found = {pack(packet, EDGE).header for packet in others}
+    assert len(found | {headers[0]}) == 4

@@ -1,7 +1,11 @@
-"""A module called directly, for as long as nothing about it changes."""
+"""A module called directly, for as long as nothing about it changes.
+
+``STAGELINE_DIRECT_CALLS=0 python train.py`` calls all modules as torch does.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from inspect import getattr_static
 from itertools import chain
@@ -23,6 +27,7 @@ from stageline.capturing.stage import StageModule
 from stageline.torch_private import CALL, COMPILED_CALL, MODULE_HOOKS, hooks_of, is_bare
 
 Call = Callable[..., Any]
+VARIABLE = "STAGELINE_DIRECT_CALLS"
 
 # What a function has taken out of its layer once; torch only changes what is in there.
 _tables = itemgetter("_parameters", "_buffers", "_modules", *MODULE_HOOKS)
@@ -42,6 +47,7 @@ class DirectCall:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._is_wanted = os.environ.get(VARIABLE, "1") != "0"
         self._forget()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -58,7 +64,7 @@ class DirectCall:
 
         Hooks of modules may come and go at any time: every call looks for them.
         """
-        if not are_as_known() or not is_bare(self._module):
+        if not (self._is_wanted and are_as_known() and is_bare(self._module)):
             self._forget()
             return self._module
         seen = _look(self._used, self._kinds)

@@ -61,24 +61,19 @@ class Packed:
 
 def pack(packet: Packet, edge: Edge) -> Packed:
     """Return a packet as bytes in place; nothing is copied where tensors are dense."""
-    only = wire.only_tensor(packet)
-    if only is not None:
-        return _pack_one(packet, only, edge)
-    fields, tensors = wire.describe(packet, edge)
-    parts = [(tensor.data_ptr(), tensor.numel(), tensor) for tensor in tensors]
-    header = json.dumps(fields).encode()
+    plain = wire.plain_tensors(packet)
+    if plain is not None:
+        header = wire.text_of_plain(packet, plain, edge)
+        parts = [(tensor.data_ptr(), tensor.nbytes, tensor) for tensor in plain if tensor.nbytes]
+    else:
+        fields, tensors = wire.describe(packet, edge)
+        header = json.dumps(fields).encode()
+        parts = [(tensor.data_ptr(), tensor.numel(), tensor) for tensor in tensors]
     return Packed(header, _size(header, parts), parts)
 
 
 def _size(header: bytes, parts: Sequence[Part]) -> int:
     return on_lines(len(header)) + sum(on_lines(size) for _, size, _ in parts)
-
-
-def _pack_one(packet: Packet, tensor: Tensor, edge: Edge) -> Packed:
-    num_bytes = tensor.nbytes
-    parts = [(tensor.data_ptr(), num_bytes, tensor)] if num_bytes else []
-    header = wire.text_of_one(packet, tensor, edge)
-    return Packed(header, on_lines(len(header)) + on_lines(num_bytes), parts)
 
 
 class Repeated:
@@ -105,8 +100,8 @@ class Repeated:
     @classmethod
     def of(cls, packet: Packet, packed: Packed) -> Repeated | None:
         """Return how a packet lies; None if it is more than one tensor."""
-        only = wire.only_tensor(packet)
-        return None if only is None else cls(packet, only, packed)
+        plain = wire.plain_tensors(packet)
+        return cls(packet, plain[0], packed) if plain is not None and len(plain) == 1 else None
 
     def tensor_of(self, packet: Packet) -> Tensor | None:
         """Return the tensor of a packet that looks the same; None if it does not.
@@ -136,9 +131,12 @@ class Kind:
         self._header = header
         self._start = on_lines(size)
         self._layouts = header.layouts
-        self._only: wire.Layout | None = None
-        if header.spec is None and len(header.leaves) == 1 and _is_plain(self._layouts):
-            self._only = self._layouts[0]
+        # Whether there is nothing but tensors, as torch itself would lay them out.
+        self._is_plain = (
+            header.spec is None
+            and len(header.leaves) == len(self._layouts)
+            and all(layout.is_plain for layout in self._layouts)
+        )
 
     @classmethod
     @lru_cache(maxsize=wire.MOST_KINDS)
@@ -153,16 +151,10 @@ class Kind:
     def rebuild(self, address: int) -> Packet:
         """Return a copy of the packet that lies at an address, after its header."""
         address += self._start
-        if self._only is not None:
-            layout = self._only
-            tensor = torch.empty(layout.shape, dtype=layout.dtype)
-            start = tensor.data_ptr()
-            if start % _LINE == layout.alignment:
-                ctypes.memmove(start, address, layout.num_bytes)
-                header = self._header
-                return Packet(
-                    [tensor], None, header.differentiable, header.repeats, header.overlaps
-                )
+        tensors = self._plain_tensors(address) if self._is_plain else None
+        if tensors is not None:
+            header = self._header
+            return Packet(tensors, None, header.differentiable, header.repeats, header.overlaps)
         buffers = []
         for layout in self._layouts:
             buffer = layout.empty_bytes()
@@ -171,6 +163,15 @@ class Kind:
             address += on_lines(layout.num_bytes)
         return self._header.packet(buffers)
 
-
-def _is_plain(layouts: Sequence[wire.Layout]) -> bool:
-    return len(layouts) == 1 and layouts[0].is_plain
+    def _plain_tensors(self, address: int) -> list[Tensor] | None:
+        """Return copies of the tensors at an address; None if torch aligns one in another way."""
+        tensors = []
+        for layout in self._layouts:
+            tensor = torch.empty(layout.shape, dtype=layout.dtype)
+            start = tensor.data_ptr()
+            if start % _LINE != layout.alignment:
+                return None
+            ctypes.memmove(start, address, layout.num_bytes)
+            tensors.append(tensor)
+            address += on_lines(layout.num_bytes)
+        return tensors

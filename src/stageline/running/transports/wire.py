@@ -172,10 +172,10 @@ _texts: dict[Any, bytes] = {}
 
 def encode(packet: Packet, edge: Edge, epoch: int) -> Encoded:
     """Turn a packet into bytes."""
-    only = only_tensor(packet)
-    if only is not None:
-        text = text_of_one(packet, only, edge)
-        tensors = [_as_bytes(only)] if only.numel() else []
+    plain = plain_tensors(packet)
+    if plain is not None:
+        text = text_of_plain(packet, plain, edge)
+        tensors = [_as_bytes(tensor) for tensor in plain if tensor.numel()]
     else:
         fields, tensors = describe(packet, edge)
         text = json.dumps(fields).encode()
@@ -185,28 +185,31 @@ def encode(packet: Packet, edge: Edge, epoch: int) -> Encoded:
     )
 
 
-def only_tensor(packet: Packet) -> Tensor | None:
-    """Return the tensor of by far the most common packet: one, whose memory can be copied as is."""
-    leaf = packet.leaves[0] if len(packet.leaves) == 1 and packet.spec is None else None
-    lies_plainly = (
+def plain_tensors(packet: Packet) -> list[Tensor] | None:
+    """Return the tensors of nearly all packets: a few, whose memory can be copied as it is.
+
+    None if there is something else in it. Most packets have one, gradients of tied weights several.
+    """
+    leaves = packet.leaves
+    if packet.spec is not None or not leaves or not all(map(_lies_plainly, leaves)):
+        return None
+    return leaves
+
+
+def _lies_plainly(leaf: Any) -> bool:
+    return (
         type(leaf) is Tensor
         and leaf.is_cpu
         and leaf.layout is torch.strided
         and leaf.is_contiguous()
         and not (leaf.is_conj() or leaf.is_neg() or leaf.is_quantized)
     )
-    return leaf if lies_plainly else None
 
 
-def looks_of_one(packet: Packet, tensor: Tensor) -> tuple[Any, ...]:
-    """Return all that the JSON says of a packet of one tensor that lies plainly."""
-    alignment = tensor.data_ptr() % _ALIGNMENT
-    return (tensor.dtype, tensor.shape, tensor.stride(), alignment, *packet.differentiable)
-
-
-def text_of_one(packet: Packet, tensor: Tensor, edge: Edge) -> bytes:
-    """Return the JSON of a packet of one tensor that lies plainly."""
-    key = looks_of_one(packet, tensor)
+def text_of_plain(packet: Packet, tensors: Sequence[Tensor], edge: Edge) -> bytes:
+    """Return the JSON of a packet of tensors that lie plainly; packets that look alike have one."""
+    looks = [(t.dtype, t.shape, t.stride(), t.data_ptr() % _ALIGNMENT) for t in tensors]
+    key = (*looks, *packet.differentiable)
     known = _texts.get(key)
     if known is None:
         known = json.dumps(describe(packet, edge)[0]).encode()
