@@ -105,10 +105,7 @@ class Outgoing:
                 return False
             slab = free.pop(fitting[-1])
         ctypes.memmove(self._slabs[slab].address + last.start, tensor.data_ptr(), last.num_bytes)
-        source, target, letter, microbatch, _, _ = edge
-        self._under_way.append(slab)
-        size = last.size
-        self.ring.put(epoch, source, target, letter.encode(), microbatch, slab, 0, size, size)
+        self._announce(edge, epoch, slab, 0, last.size, last.size)
         return True
 
     def _send_in_pieces(self, edge: Edge, epoch: int, packed: Packed) -> None:

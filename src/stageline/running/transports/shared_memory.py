@@ -44,8 +44,8 @@ class SharedMemoryTransport(ProcessTransport):
     def __init__(self, member: Member) -> None:
         self.member = member
         self._generation = 0
-        self.channels_out: dict[int, Outgoing] = {}
-        self.channels_in: dict[int, Incoming] = {}
+        self._outgoing: dict[int, Outgoing] = {}
+        self._incoming: dict[int, Incoming] = {}
         self._takes_in = True
 
     def open(self, *, epoch: int, window: int | None) -> Endpoint:
@@ -60,12 +60,12 @@ class SharedMemoryTransport(ProcessTransport):
         Raises:
             OSError: There is not enough shared memory.
         """
-        self.channels_out[target] = Outgoing(
+        self._outgoing[target] = Outgoing(
             self.member, target, self._generation, self._wait_for_room
         )
 
     def outgoing(self, target: int) -> Outgoing:
-        channel = self.channels_out.get(target)
+        channel = self._outgoing.get(target)
         if channel is None:
             try:
                 self.prepare(target)
@@ -75,13 +75,13 @@ class SharedMemoryTransport(ProcessTransport):
                     f"{target} ({cause.strerror}): enlarge /dev/shm, or use "
                     "transport='process-group'"
                 ) from cause
-            channel = self.channels_out[target]
+            channel = self._outgoing[target]
         return channel
 
     def incoming(self, source: int) -> Incoming:
-        channel = self.channels_in.get(source)
+        channel = self._incoming.get(source)
         if channel is None:
-            channel = self.channels_in[source] = Incoming(self.member, source, self._generation)
+            channel = self._incoming[source] = Incoming(self.member, source, self._generation)
         return channel
 
     def _wait_for_room(self, channel: Outgoing, what: str) -> None:
@@ -105,18 +105,18 @@ class SharedMemoryTransport(ProcessTransport):
             return []
         for source in self.member.who_posted(channel_key(self._generation)):
             self.incoming(source)
-        return list(self.channels_in.values())
+        return list(self._incoming.values())
 
     def reset(self) -> None:
         """Drop all channels with what is still in them; new ones are made when needed."""
         self._generation += 1
-        for sending in self.channels_out.values():
+        for sending in self._outgoing.values():
             sending.close()
-        for receiving in self.channels_in.values():
+        for receiving in self._incoming.values():
             receiving.close()
         self.member.forget_posts(lambda key: generation_of(key) < self._generation)
-        self.channels_out.clear()
-        self.channels_in.clear()
+        self._outgoing.clear()
+        self._incoming.clear()
 
     def close(self) -> None:
         self.reset()
@@ -134,9 +134,7 @@ class _SharedMemoryEndpoint(Endpoint):
         transport = self._transport
         if transport.member.failure is not None:
             raise Aborted
-        rank = edge.target_rank
-        channel = transport.channels_out.get(rank) or transport.outgoing(rank)
-        channel.send(edge, self._epoch, packet, self._window)
+        transport.outgoing(edge.target_rank).send(edge, self._epoch, packet, self._window)
 
     def receive(self, edge: Edge) -> Receipt:
         return _SharedMemoryReceipt(self._transport, edge, self._epoch)
@@ -151,7 +149,5 @@ class _SharedMemoryReceipt(Receipt):
         self._epoch = epoch
 
     def wait(self) -> Packet:
-        transport, edge = self._transport, self._edge
-        rank = edge.source_rank
-        channel = transport.channels_in.get(rank) or transport.incoming(rank)
-        return channel.wait_for(edge, self._epoch)
+        channel = self._transport.incoming(self._edge.source_rank)
+        return channel.wait_for(self._edge, self._epoch)
