@@ -290,18 +290,18 @@ def _tied_gradients_fail(trigger: Trigger, fault: Fault) -> Iterator[None]:
     """Fail where a rank tells others its part of a tied gradient."""
     from stageline.running import tied_gradients
 
-    original = tied_gradients._part
+    original = tied_gradients._dense
     if fault.where == "tied":
 
-        def part(parameter: nn.Parameter) -> tuple[Any, int]:
+        def dense(gradient: Tensor | None) -> Tensor | None:
             trigger.pull("tied")
-            return original(parameter)
+            return original(gradient)
 
-        tied_gradients._part = part
+        tied_gradients._dense = dense
     try:
         yield
     finally:
-        tied_gradients._part = original
+        tied_gradients._dense = original
 
 
 def campaign(

@@ -265,16 +265,16 @@ def test_ranks_that_differ_are_told_in_what(what: str, transport: str, two_ranks
 def _interrupted_after_the_end(rank: int, transport: str) -> tuple[str, list[str]]:
     bench = Bench(rank, 2, transport=transport)
 
-    finish = Member.finish
+    finish = Member.finish_with
 
-    def interrupted(member: Member, value: Any) -> Any:
-        finish(member, value)
+    def interrupted(member: Member, text: str | None) -> Any:
+        finish(member, text)
         raise KeyboardInterrupt
 
     raised = ""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(Member, "finish", interrupted)
+            patch.setattr(Member, "finish_with", interrupted)
         try:
             bench.call()
         except KeyboardInterrupt:

@@ -31,7 +31,9 @@ def ends() -> Iterator[tuple[Writer, Reader]]:
 
 
 def taken(reader: Reader) -> int:
-    (number,) = reader.look()
+    record = reader.look()
+    assert record is not None
+    (number,) = record
     reader.free()
     return int(number)
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
 
 def autocast_devices() -> list[str]:
     """Return the device types for which autocast is on in this thread."""
+    return [device for device in _device_types() if torch.is_autocast_enabled(device)]
+
+
+@cache
+def _device_types() -> tuple[str, ...]:
     accelerator = (
         torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     )
-    candidates = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    return [device for device in candidates if torch.is_autocast_enabled(device)]
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 class autocast_suspended:  # used like a function

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from stageline.running.autocast import autocast_cache_off, autocast_devices
 from stageline.torch_private import foreign_modes, saved_tensor_hooks
 
 _PLAIN_DEVICE = torch.device("cpu")
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,13 @@ def refuse_foreign_modes() -> None:
         )
 
 
-def step_modes(builds_graph: bool) -> ExitStack:
+def step_modes(builds_graph: bool) -> AbstractContextManager[Any]:
     """Return the modes that a step sets for itself, whoever called it."""
+    if not autocast_devices():
+        # Most callers have it so already, and what is entered takes its time, twice in a step.
+        is_so = torch.is_grad_enabled() is builds_graph
+        return _NOTHING if is_so else torch.set_grad_enabled(builds_graph)
     stack = ExitStack()
     stack.enter_context(torch.set_grad_enabled(builds_graph))
-    if autocast_devices():
-        stack.enter_context(autocast_cache_off())
+    stack.enter_context(autocast_cache_off())
     return stack

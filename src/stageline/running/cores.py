@@ -27,8 +27,13 @@ def share_of_threads(num_ranks: int) -> int:
 
 def share_of_cores() -> int:
     """Return how many intra-op threads this process gets next to the others on its host."""
+    return min(torch.get_num_threads(), cores_for_each())
+
+
+def cores_for_each() -> int:
+    """Return how many cores there are for each process that was started on this host."""
     neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(torch.get_num_threads(), _num_cores() // neighbours))
+    return max(1, _num_cores() // neighbours)
 
 
 def looks_before_sleep(num_ranks: int) -> int:

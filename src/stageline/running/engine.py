@@ -94,12 +94,12 @@ class Engine:
             states = self._states(batch, purpose, self.loss_rule)
             with self.undo.on_failure(purpose):
                 self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
-                first, last = states.get(self._placement[0]), states.get(self._last_rank)
+                last = states.get(self._last_rank)
                 outputs = self._outputs(last, batch) if self.keeps_outputs else None
-                loss = self.runner.finish(None if last is None else last.losses.total())
+                loss = self.runner.finish()
+            first = states.get(self._placement[0])
             if first is not None:
                 _accumulate(first)
-            assert loss is not None
             return StepResult(loss=loss, outputs=outputs, num_microbatches=batch.count)
 
     def infer(
@@ -113,7 +113,7 @@ class Engine:
             states = self._states(batch, purpose, None)
             self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
             outputs = self._outputs(states.get(self._last_rank), batch)
-            self.runner.finish(None)
+            self.runner.finish()
             return None if outputs is None else outputs()
 
     def differentiate(
@@ -174,6 +174,10 @@ class Engine:
             if streams is not None:
                 stack.enter_context(streams.installed())
             self.runner.run(rows, states, observer)
+            last = states.get(self._last_rank)
+            if last is not None and last.loss_rule is not None:
+                # Now, while earlier ranks still run: in a moment all may wait for this one.
+                self.runner.note_loss(last.losses.total())
 
     def _cut(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, purpose: Purpose

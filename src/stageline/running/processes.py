@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from stageline.running.boundary import Packet, leave
 from stageline.running.caller import step_modes
 from stageline.running.control import Failure, Member, leaving
 from stageline.running.control.agreement import PURPOSE, ROWS, Facts
-from stageline.running.cores import share_of_cores, use_threads
+from stageline.running.cores import cores_for_each, use_threads
 from stageline.running.events import Observer
 from stageline.running.executor import BoundRow, StepState, run_row
 from stageline.running.runner import Runner, forward_window
@@ -64,7 +65,10 @@ class ProcessRunner(Runner):
         self._on_cpu = on_cpu
         self._made_up_seed = seed
         self.where = f"processes, {transport.name}"
+        self.reads_later = transport.reads_later
         self._endpoint: Endpoint | None = None
+        self._loss: tuple[Tensor | None, str | None] = (None, None)
+        self._most_threads = cores_for_each()
         self._purpose = Purpose.TRAIN
         self._is_begun = False
         member.on_failure = transport.abort
@@ -80,6 +84,7 @@ class ProcessRunner(Runner):
             raise PipeError("this pipeline was closed on this rank: build another one")
         self._purpose = purpose
         self.is_over = False
+        self._loss = (None, None)
         self._member.next_call()
         self.calls = self._member.epoch
         self._is_begun = True
@@ -98,7 +103,9 @@ class ProcessRunner(Runner):
         state, row = states[self.rank], rows[self.rank]
         assert self._endpoint is not None
         state.endpoint = self._endpoint
-        before = use_threads(share_of_cores()) if self._on_cpu else torch.get_num_threads()
+        before = torch.get_num_threads()
+        if self._on_cpu and before > self._most_threads:
+            use_threads(self._most_threads)
         self._member.doing = _Doing(row, state)
         try:
             with step_modes(state.builds_graph):
@@ -118,23 +125,31 @@ class ProcessRunner(Runner):
         return value
 
     def swap(
-        self, number: int, outgoing: Mapping[int, Packet], sources: Sequence[int]
-    ) -> dict[int, Packet]:
+        self,
+        number: int,
+        outgoing: Mapping[int, Packet],
+        readers: Mapping[int, Callable[[Packet], None]],
+    ) -> None:
         assert self._endpoint is not None
         receipts = {
             rank: self._endpoint.receive(self._edge("T", rank, self.rank, number))
-            for rank in sources
+            for rank in readers
         }
         for rank, packet in outgoing.items():
             self._endpoint.send(self._edge("T", self.rank, rank, number), packet)
-        return {rank: receipt.wait() for rank, receipt in receipts.items()}
+        for rank, receipt in receipts.items():
+            receipt.read(readers[rank])
 
-    def finish(self, loss: Tensor | None) -> Tensor | None:
-        told = self._member.finish(None if loss is None else number_to_json(loss))
+    def note_loss(self, loss: Tensor) -> None:
+        self._loss = (loss, number_to_json(loss))
+
+    def finish(self) -> Callable[[], Tensor | None]:
+        loss, text = self._loss
+        told = self._member.finish_with(text)
         self._is_begun, self.is_over = False, True
-        if loss is not None:
-            return loss
-        return next((number_from_json(value) for value in told.values()), None)
+        if loss is not None or not told:
+            return lambda: loss
+        return partial(number_from_json, next(iter(told.values())))
 
     def failed(self, error: BaseException) -> BaseException:
         if not self._is_begun:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -12,20 +13,26 @@ class StepResult:
     """The loss of the whole batch, and its outputs where they were asked for.
 
     Attributes:
-        loss: The loss, detached; the same on every rank.
         num_microbatches: How many microbatches the batch gave.
     """
 
     def __init__(
         self,
         *,
-        loss: Tensor,
+        loss: Callable[[], Tensor | None],
         outputs: Callable[[], Any] | None,
         num_microbatches: int,
     ) -> None:
-        self.loss = loss
+        self._loss = loss
         self._outputs = outputs
         self.num_microbatches = num_microbatches
+
+    @cached_property
+    def loss(self) -> Tensor:
+        """The loss, detached; the same on every rank."""
+        loss = self._loss()
+        assert loss is not None
+        return loss
 
     @property
     def outputs(self) -> Any:

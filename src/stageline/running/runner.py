@@ -56,6 +56,7 @@ class Runner(ABC):
         is_over: Whether a call that failed here was over for all ranks before: only what its caller
             wanted to do with the result has failed.
         where: Where the ranks live and what carries packets, for people.
+        reads_later: Whether a packet is read after it was sent, so that nobody may change it.
     """
 
     ranks: tuple[int, ...]
@@ -64,6 +65,7 @@ class Runner(ABC):
     compares: bool = False
     is_over: bool = False
     where: str = "threads of one process"
+    reads_later: bool = False
 
     @property
     @abstractmethod
@@ -88,8 +90,12 @@ class Runner(ABC):
         """Return, on every rank, the value that the owner's rank has."""
 
     @abstractmethod
-    def finish(self, loss: Tensor | None) -> Tensor | None:
-        """End a call on all ranks or on none; return the loss, which one of them has."""
+    def note_loss(self, loss: Tensor) -> None:
+        """Take the loss of a call, which all ranks will know when it has ended."""
+
+    @abstractmethod
+    def finish(self) -> Callable[[], Tensor | None]:
+        """End a call on all ranks or on none; return what returns its loss, if it has one."""
 
     @abstractmethod
     def failed(self, error: BaseException) -> BaseException:
@@ -97,11 +103,15 @@ class Runner(ABC):
 
     @abstractmethod
     def swap(
-        self, number: int, outgoing: Mapping[int, Packet], sources: Sequence[int]
-    ) -> dict[int, Packet]:
-        """Send packets to ranks of other processes, and return what comes from some of them.
+        self,
+        number: int,
+        outgoing: Mapping[int, Packet],
+        readers: Mapping[int, Callable[[Packet], None]],
+    ) -> None:
+        """Send packets to ranks of other processes, and let what comes from some of them be read.
 
-        All sends are under way before the first wait. ``number`` tells the swaps of a step apart.
+        All sends are under way before the first wait. The tensors of a packet that is read may be
+        gone afterwards. ``number`` tells the swaps of a step apart.
         """
 
     @abstractmethod
@@ -119,6 +129,7 @@ class ThreadRunner(Runner):
         self._forward_window = forward_window(schedule)
         self._on_cpu = on_cpu
         self._pool: WorkerPool | None = None
+        self._loss: Tensor | None = None
         self._placement = schedule.placement
         self._tempos: dict[tuple[bool, bool, int], Tempo | None] = {}
         self._takes_turns = on_cpu and isinstance(transport, MemoryTransport)
@@ -194,18 +205,24 @@ class ThreadRunner(Runner):
     def share(self, value: Any, *, owner: int) -> Any:
         return value
 
-    def finish(self, loss: Tensor | None) -> Tensor | None:
-        return loss
+    def note_loss(self, loss: Tensor) -> None:
+        self._loss = loss
+
+    def finish(self) -> Callable[[], Tensor | None]:
+        loss, self._loss = self._loss, None
+        return lambda: loss
 
     def failed(self, error: BaseException) -> BaseException:
         return error
 
     def swap(
-        self, number: int, outgoing: Mapping[int, Packet], sources: Sequence[int]
-    ) -> dict[int, Packet]:
+        self,
+        number: int,
+        outgoing: Mapping[int, Packet],
+        readers: Mapping[int, Callable[[Packet], None]],
+    ) -> None:
         assert not outgoing  # there is no other process
-        assert not sources
-        return {}
+        assert not readers
 
     def close(self) -> None:
         if self._pool is not None:

@@ -9,9 +9,9 @@ Every send is under way before the first wait, so no two ranks can wait for each
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from stageline.errors import PeerError
 from stageline.running.boundary import Packet
 from stageline.running.runner import Runner
-from stageline.running.signature import checksum
+from stageline.running.signature import Checksum
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,9 @@ class _Exchange:
         self._added_here = _with_any({other: self._added(other, rank) for other in others})
         self._told_there = _with_any({other: self._told(other, rank) for other in others})
         self._told_here = _with_any({other: self._told(rank, other) for other in others})
+        # Copies that began from different seeds, or drifted apart, differ in most of their values.
+        self._checksums = {tied.name: Checksum(tied.own) for tied in ties}
+        self._numbers = {other: _Numbers(added) for other, added in self._added_there.items()}
 
     def _added(self, holder: int, adder: int) -> list[Tied]:
         return [tied for tied in self._ties if adder in tied.adders and holder in tied.ranks]
@@ -94,68 +97,109 @@ class _Exchange:
 
     def sums(self, runner: Runner) -> list[Tensor | None]:
         fault, totals = self._gather(runner)
+        if self._told_there or self._told_here:
+            fault = self._tell(runner, fault, totals)
+        if fault:
+            raise PeerError(fault)
+        return [totals[tied.name] for tied in self._ties]
+
+    def _gather(self, runner: Runner) -> tuple[str, dict[str, Tensor | None]]:
+        """Return what is wrong, if anything, and the sums that are made here."""
+        checksums = {name: checksum() for name, checksum in self._checksums.items()}
+        own = {tied.name: _dense(tied.own.grad) for tied in self._ties}
+        outgoing = {
+            adder: Packet([*(own[t.name] for t in added), self._numbers[adder].filled(checksums)])
+            for adder, added in self._added_there.items()
+        }
+        parts = {tied.name: {self._rank: own[tied.name]} for tied in self._ties}
+        totals: dict[str, Tensor | None] = {}
+        faults: list[str] = []
+
+        def read(holder: int, packet: Packet) -> None:
+            *gradients, numbers = packet.leaves
+            added = zip(self._added_here[holder], gradients, numbers.tolist(), strict=True)
+            for tied, gradient, number in added:
+                if number != checksums[tied.name]:
+                    faults.append(_differing(tied))
+                if len(tied.ranks) == 2:  # the sum is whole
+                    may_change = not runner.reads_later
+                    totals[tied.name] = _pair(own[tied.name], gradient, tied, may_change)
+                else:
+                    parts[tied.name][holder] = _copy(gradient)
+
+        runner.swap(0, outgoing, {rank: partial(read, rank) for rank in self._added_here})
+        for tied in self._ties:
+            if self._rank in tied.adders and tied.name not in totals:
+                ordered = [parts[tied.name][rank] for rank in tied.ranks]
+                total = _sum(ordered, tied.own)
+                # What is this rank's own may be on its way to others.
+                totals[tied.name] = _copy(total) if total is own[tied.name] else total
+        return faults[0] if faults else "", totals
+
+    def _tell(self, runner: Runner, fault: str, totals: dict[str, Tensor | None]) -> str:
+        """Tell the sums that were made here, and note those of others; return what is wrong."""
         outgoing = {
             holder: Packet([fault, *(totals[tied.name] for tied in told)])
             for holder, told in self._told_there.items()
         }
-        for root, packet in runner.swap(1, outgoing, list(self._told_here)).items():
-            fault = fault or packet.leaves[0]
-            for tied, total in zip(self._told_here[root], packet.leaves[1:], strict=True):
-                totals[tied.name] = None if total is None else total.to(tied.own.device)
-        if fault:
-            raise PeerError(fault)
-        # A send reads its memory later; by then the user may have changed the gradient.
-        sent = {tied.name for told in self._told_there.values() for tied in told}
-        return [
-            _copy(totals[tied.name]) if tied.name in sent else totals[tied.name]
-            for tied in self._ties
-        ]
+        faults = [fault]
 
-    def _gather(self, runner: Runner) -> tuple[str, dict[str, Tensor | None]]:
-        """Return what is wrong, if anything, and the sums that are made here."""
-        own = {tied.name: _part(tied.own) for tied in self._ties}
-        outgoing = {
-            adder: _packed([own[tied.name] for tied in added])
-            for adder, added in self._added_there.items()
-        }
-        mine = [tied for tied in self._ties if self._rank in tied.adders]
-        parts = {tied.name: {self._rank: own[tied.name]} for tied in mine}
-        for holder, packet in runner.swap(0, outgoing, list(self._added_here)).items():
-            for tied, part in zip(self._added_here[holder], _unpacked(packet), strict=True):
-                parts[tied.name][holder] = part
-        faults = [_differing(t) for t in mine if len({s for _, s in parts[t.name].values()}) > 1]
-        totals = {t.name: _sum([parts[t.name][rank][0] for rank in t.ranks], t.own) for t in mine}
-        for tied in mine:
-            if totals[tied.name] is own[tied.name][0]:  # which may be on its way to others
-                totals[tied.name] = _copy(totals[tied.name])
-        return faults[0] if faults else "", totals
+        def read(root: int, packet: Packet) -> None:
+            told, *sums = packet.leaves
+            faults.append(told)
+            for tied, total in zip(self._told_here[root], sums, strict=True):
+                totals[tied.name] = None if total is None else _own_copy(total, tied.own)
+
+        runner.swap(1, outgoing, {rank: partial(read, rank) for rank in self._told_here})
+        if runner.reads_later:  # by then the user may have changed the gradient
+            for name in {tied.name for told in self._told_there.values() for tied in told}:
+                totals[name] = _copy(totals[name])
+        return next(filter(None, faults), "")
 
 
 def _with_any(ties: dict[int, list[Tied]]) -> dict[int, list[Tied]]:
     return {rank: some for rank, some in ties.items() if some}
 
 
-def _part(parameter: nn.Parameter) -> tuple[Any, int]:
-    """Return a copy's gradient, and a checksum of some of its values.
+class _Numbers:
+    """Checksums as they travel: one tensor, so that the packets of all steps look the same.
 
-    Copies that began from different seeds, or drifted apart, differ in most of their values.
+    It is written to in every step; what was sent in the one before has been read by then.
     """
-    gradient = parameter.grad
-    if gradient is not None and gradient.is_sparse:  # which cannot travel
-        gradient = gradient.to_dense()
-    return gradient, checksum(parameter)
+
+    def __init__(self, ties: Sequence[Tied]) -> None:
+        self._names = [tied.name for tied in ties]
+        self._tensor = torch.zeros(len(ties), dtype=torch.int64)
+        self._array = self._tensor.numpy()  # whose own operations are much shorter
+
+    def filled(self, checksums: Mapping[str, int]) -> Tensor:
+        for place, name in enumerate(self._names):
+            self._array[place] = checksums[name]
+        return self._tensor
 
 
-def _packed(parts: Sequence[tuple[Any, int]]) -> Packet:
-    """Return gradients and checksums as a packet; the latter in a tensor: headers stay the same."""
-    return Packet(
-        [*(gradient for gradient, _ in parts), torch.tensor([number for _, number in parts])]
-    )
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    """Return a gradient as it can travel."""
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
-def _unpacked(packet: Packet) -> Iterator[tuple[Any, int]]:
-    *gradients, numbers = packet.leaves
-    return zip(gradients, numbers.tolist(), strict=True)
+def _pair(
+    mine: Tensor | None, theirs: Tensor | None, tied: Tied, may_change: bool
+) -> Tensor | None:
+    """Return the sum of two parts, of which the other may be gone soon.
+
+    Which of the two comes first makes no difference.
+    """
+    if theirs is None:
+        return mine if may_change else _copy(mine)
+    if mine is None:
+        return _own_copy(theirs, tied.own)
+    theirs = theirs.to(tied.own.device)
+    return mine.add_(theirs) if may_change else mine + theirs
+
+
+def _own_copy(tensor: Tensor, like: Tensor) -> Tensor:
+    return tensor.clone() if tensor.device == like.device else tensor.to(like.device)
 
 
 def _differing(tied: Tied) -> str:

@@ -218,9 +218,10 @@ class Ties:
         except BaseException:
             self._restore(before)
             raise
-        with torch.no_grad():
-            grads = [onto(old, total) for old, total in zip(before, totals, strict=True)]
-        self._restore(grads)
+        if any(old is not None for old in before):
+            with torch.no_grad():
+                totals = [onto(old, total) for old, total in zip(before, totals, strict=True)]
+        self._restore(totals)
 
     def _forget(self) -> None:
         for tied in self._tied:

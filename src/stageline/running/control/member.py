@@ -129,23 +129,27 @@ class Member:
 
     def finish(self, value: Any = None) -> dict[int, Any]:
         """End the call; return, once all ranks have ended it, what they gave, by rank."""
+        told = self.finish_with(None if value is None else json.dumps(value))
+        return {rank: json.loads(text) for rank, text in told.items()}
+
+    def finish_with(self, text: str | None) -> dict[int, str]:
+        """Do so with a text, as it is: what all ranks wait for is soon over then."""
         if self._board is not None:
-            told = self._finish_on(self._board, value)
+            told = self._finish_on(self._board, "" if text is None else text)
             if told is not None:
                 return told
             self._tell_facts()
-        self._send({"kind": "done", "epoch": self.epoch, "value": value})
+        self._send({"kind": "done", "epoch": self.epoch, "value": text})
         self._wait_until(lambda: self.epoch in self._commits, "the end of the call")
         return {int(rank): given for rank, given in self._commits[self.epoch].items()}
 
-    def _finish_on(self, board: Board, value: Any) -> dict[int, Any] | None:
+    def _finish_on(self, board: Board, text: str) -> dict[int, str] | None:
         """End the call on the board, if it can be; None if it is for the hub to decide."""
         epoch = self.epoch
-        text = b"" if value is None else json.dumps(value).encode()
-        if len(text) > LONGEST:
+        if len(text) > LONGEST or not text.isascii():
             board.give_to_hub(epoch)
             return None
-        board.done(epoch, text)
+        board.done(epoch, text.encode())
         looks, slow = looking(self._looks), None
         while not board.is_over(epoch):
             if board.is_hubs(epoch):
@@ -157,7 +161,7 @@ class Member:
             slow = slow or Slowness(self, "the end of the call")
             board.sleep(epoch, self.wake_file, slow.patience)
             slow.note()
-        return {rank: json.loads(given) for rank, given in board.values().items()}
+        return {rank: given.decode() for rank, given in board.values().items()}
 
     def fail(self, failure: Failure) -> None:
         """Tell all ranks that this one has failed; a failure that was told before stands."""

@@ -19,6 +19,7 @@ names
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from stageline.running.boundary import Packet
@@ -58,6 +59,10 @@ class Receipt(Protocol):
     def wait(self) -> Packet:
         """Return the packet as soon as it is here."""
 
+    def read(self, use: Callable[[Packet], None]) -> None:
+        """Call a function with the packet, whose tensors may be gone as soon as it returns."""
+        use(self.wait())
+
 
 class Endpoint(ABC):
     """One rank's side of a transport during one step."""
@@ -96,9 +101,11 @@ class ProcessTransport(ABC):
 
     Attributes:
         name: What people call it.
+        reads_later: Whether a send reads its tensors after it has returned.
     """
 
     name: str
+    reads_later: bool
 
     @abstractmethod
     def open(self, *, epoch: int, window: int | None) -> Endpoint:

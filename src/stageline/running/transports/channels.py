@@ -22,7 +22,7 @@ from stageline.running.control.member import Member, Slowness
 from stageline.running.cores import looking, looks_before_sleep
 from stageline.running.slabs import SMALLEST, Slab, whole_size
 from stageline.running.transports.base import Aborted, Edge
-from stageline.running.transports.packing import Kind, Packed, Repeated, pack
+from stageline.running.transports.packing import Kind, Packed, Place, Repeated, pack
 from stageline.running.transports.rings import CAPACITY, Reader, Writer
 
 # epoch, edge (stages, letter, microbatch), slab, bytes of the header, of this piece, of the whole.
@@ -95,8 +95,9 @@ class Outgoing:
         if tensor is None:
             return False
         assert last is not None
-        self.take_back()
         free, headers, header = self._free, self._headers, last.header
+        if not (free and headers.get(free[-1]) is header):
+            self.take_back()
         if free and headers.get(free[-1]) is header:
             slab = free.pop()
         else:  # one of the others: those of another kind, gradients of tied weights, lie on top
@@ -210,7 +211,7 @@ class Incoming:
         size, (*files, slab) = member.lookup(channel_key(generation), source)
         self.ring = Reader(_RECORD, files)
         self._slabs = {0: _mapped(slab, size)}
-        self._kinds: dict[int, Kind] = {}
+        self._places: dict[int, Place] = {}  # by slab: what the last packet in it was like
         self._arrived: dict[tuple[Any, ...], Packet] = {}
         self._pieces: bytearray | None = None
         self._looks = looks_before_sleep(member.num_ranks)
@@ -224,14 +225,33 @@ class Incoming:
         wanted = (epoch, source, target, letter.encode(), microbatch)
         arrived = self._arrived
         while wanted not in arrived:
-            if not self.ring.has_news:
+            record = self.ring.look()
+            if record is None:
                 self._look_and_sleep(edge)
-            key, packet = self._next()
-            if key == wanted and packet is not None:  # as nearly always
+                continue
+            packet = self._taken(record)
+            if record[:5] == wanted and packet is not None:  # as nearly always
                 return packet
             if packet is not None:
-                arrived[key] = packet
+                arrived[record[:5]] = packet
         return arrived.pop(wanted)
+
+    def read(self, edge: Edge, epoch: int, use: Callable[[Packet], None]) -> None:
+        """Call a function with the packet of an edge as it lies in its slab, where it can."""
+        source, target, letter, microbatch, _, _ = edge
+        wanted = (epoch, source, target, letter.encode(), microbatch)
+        if wanted not in self._arrived and not self.ring.has_news:
+            self._look_and_sleep(edge)
+        record = self.ring.look()
+        place = None if record is None or record[:5] != wanted else self._place_of(record)
+        packet = None if place is None or wanted in self._arrived else place.in_place()
+        if packet is None:
+            use(self.wait_for(edge, epoch))
+            return
+        try:
+            use(packet)
+        finally:
+            self.ring.free()
 
     def _look_and_sleep(self, edge: Edge) -> None:
         """Return when there is news; look for a while before sleeping."""
@@ -253,33 +273,40 @@ class Incoming:
 
     def take_in(self) -> None:
         """Copy out the next packet, or a piece of it, for whoever will ask."""
-        key, packet = self._next()
-        if packet is not None:
-            self._arrived[key] = packet
+        record = self.ring.look()
+        packet = None if record is None else self._taken(record)
+        if record is not None and packet is not None:
+            self._arrived[record[:5]] = packet
 
-    def _next(self) -> tuple[tuple[Any, ...], Packet | None]:
-        """Copy out the next packet; None where it is not whole yet."""
-        epoch, source, target, letter, microbatch, number, header_size, size, whole = (
-            self.ring.look()
-        )
+    def _taken(self, record: tuple[Any, ...]) -> Packet | None:
+        """Copy out the packet of a record; None where it is not whole yet."""
+        place = self._place_of(record)
+        packet = self._with_piece(*record[5:]) if place is None else place.copy()
+        self.ring.free()
+        return packet
+
+    def _place_of(self, record: tuple[Any, ...]) -> Place | None:
+        """Return where the packet of a record lies; None if it is only a piece of one."""
+        number, header_size, size, whole = record[5:]
+        if not header_size:  # as nearly always
+            return self._places[number]
+        if size != whole:
+            return None
+        address = self._address_of(number)
+        place = self._places[number] = Place(Kind.at(address, header_size), address)
+        return place
+
+    def _address_of(self, number: int) -> int:
         slab = self._slabs.get(number)
         if slab is None:
             posted, (file,) = self._member.lookup(f"slab {self._generation} {number}", self._source)
             slab = self._slabs[number] = _mapped(file, posted)
-        packet: Packet | None
-        if size == whole:
-            if header_size:
-                self._kinds[number] = Kind.at(slab.address, header_size)
-            packet = self._kinds[number].rebuild(slab.address)
-        else:
-            packet = self._with_piece(slab.address, header_size, size, whole)
-        self.ring.free()
-        return (epoch, source, target, letter, microbatch), packet
+        return slab.address
 
-    def _with_piece(self, address: int, header_size: int, size: int, whole: int) -> Packet | None:
+    def _with_piece(self, number: int, header_size: int, size: int, whole: int) -> Packet | None:
         """Add a piece to those that came before; return the packet once it is whole."""
         self._pieces = self._pieces or bytearray()
-        self._pieces += ctypes.string_at(address, size)
+        self._pieces += ctypes.string_at(self._address_of(number), size)
         if len(self._pieces) < whole:
             return None
         held = (ctypes.c_char * whole).from_buffer(self._pieces)

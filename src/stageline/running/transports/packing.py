@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -150,28 +150,71 @@ class Kind:
 
     def rebuild(self, address: int) -> Packet:
         """Return a copy of the packet that lies at an address, after its header."""
-        address += self._start
-        tensors = self._plain_tensors(address) if self._is_plain else None
-        if tensors is not None:
-            header = self._header
-            return Packet(tensors, None, header.differentiable, header.repeats, header.overlaps)
         buffers = []
-        for layout in self._layouts:
+        for layout, start in self._starts(address):
             buffer = layout.empty_bytes()
-            ctypes.memmove(buffer.data_ptr(), address, layout.num_bytes)
+            ctypes.memmove(buffer.data_ptr(), start, layout.num_bytes)
             buffers.append(buffer)
-            address += on_lines(layout.num_bytes)
         return self._header.packet(buffers)
 
-    def _plain_tensors(self, address: int) -> list[Tensor] | None:
-        """Return copies of the tensors at an address; None if torch aligns one in another way."""
-        tensors = []
+    def _starts(self, address: int) -> Iterator[tuple[wire.Layout, int]]:
+        """Yield how each tensor is laid out, and where it begins in a packet at an address."""
+        address += self._start
         for layout in self._layouts:
-            tensor = torch.empty(layout.shape, dtype=layout.dtype)
-            start = tensor.data_ptr()
-            if start % _LINE != layout.alignment:
-                return None
-            ctypes.memmove(start, address, layout.num_bytes)
-            tensors.append(tensor)
+            yield layout, address
             address += on_lines(layout.num_bytes)
-        return tensors
+
+    def plain_tensors(self, address: int) -> list[Tensor] | None:
+        """Return the tensors of a packet at an address, in place; None if clones would differ."""
+        if not self._is_plain:
+            return None
+        tensors = [
+            layout.rebuild(torch.frombuffer(_memory(start, layout.num_bytes), dtype=torch.uint8))
+            for layout, start in self._starts(address)
+        ]
+        try:
+            aligned = [tensor.clone().data_ptr() % _LINE for tensor in tensors]
+        except NotImplementedError:  # a dtype that torch can hold and not copy
+            return None
+        return tensors if aligned == [layout.alignment for layout in self._layouts] else None
+
+    def packet(self, tensors: list[Any]) -> Packet:
+        """Return these tensors as a packet of this kind, which has nothing else."""
+        header = self._header
+        return Packet(tensors, None, header.differentiable, header.repeats, header.overlaps)
+
+
+def _memory(address: int, size: int) -> Any:
+    return (ctypes.c_char * size).from_address(address)
+
+
+class Place:
+    """Where packets of one kind lie, one after the other.
+
+    Out of cache, one operation of torch that copies takes half as long as two that first make a
+    tensor and then fill it: its tensors are there, over the memory that is copied.
+
+    Args:
+        kind: What lies there.
+        address: Where it begins.
+    """
+
+    __slots__ = ("_address", "_kind", "_tensors")
+
+    def __init__(self, kind: Kind, address: int) -> None:
+        self._kind = kind
+        self._address = address
+        self._tensors = kind.plain_tensors(address)
+
+    def in_place(self) -> Packet | None:
+        """Return the packet that lies there now, where it lies; None if it has to be rebuilt."""
+        return None if self._tensors is None else self._kind.packet([*self._tensors])
+
+    def copy(self) -> Packet:
+        """Return a copy of the packet that lies there now."""
+        if self._tensors is None:
+            return self._kind.rebuild(self._address)
+        return self._kind.packet([*map(_clone, self._tensors)])
+
+
+_clone = Tensor.clone

@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import struct
-import threading
 from contextlib import suppress
 from typing import Any
 
 from stageline.running.slabs import Slab, nameless_file
+from stageline.running.transports.barriers import (
+    KEEPS_ORDER,
+    fence,
+    fence_all,
+    fenced_by_others,
+)
 
 CAPACITY = 256  # records
 _PLACE = 64  # bytes of a record
@@ -28,21 +32,6 @@ _HEAD, _TAIL, _READER_SLEEPS, _WRITER_SLEEPS = 0, 8, 16, 24
 _FIRST = 256  # byte at which records begin
 _SIZE = _FIRST + CAPACITY * _PLACE
 _ALL = 1 << 16  # bytes: more than a pipe holds
-
-# These processors let others see writes in the order in which they were made, and read in order;
-# for others, a fence lets writes before it be seen before writes after it, and the same for reads.
-_KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
-
-_barrier = threading.Lock()
-
-
-def _fence() -> None:
-    """Let all writes before it be seen by the other process before any read after it is done.
-
-    Taking a lock is the one such instruction that Python has. Nobody ever waits for this one.
-    """
-    if _barrier.acquire(blocking=False):
-        _barrier.release()
 
 
 class Ring:
@@ -56,8 +45,11 @@ class Ring:
         self.bell = bell
         self._their_bell = their_bell
         self._memory = Slab(file, _SIZE)
-        self._words = (ctypes.c_uint64 * (_FIRST // 8)).from_address(self._memory.address)
-        self._records = (ctypes.c_char * _SIZE).from_address(self._memory.address)
+        # Views and not arrays of ctypes, which take twice as long once they have left the caches.
+        whole = memoryview((ctypes.c_char * _SIZE).from_address(self._memory.address))
+        self._records = whole.cast("B")
+        self._words = self._records[:_FIRST].cast("Q")
+        self._fences = not fenced_by_others()
         self._sleeps = sleeps
         self._others = others
         for end in (bell, their_bell):
@@ -66,7 +58,7 @@ class Ring:
     def lie_down(self) -> None:
         """Say that this side sleeps; look for news once more before doing so."""
         self._words[self._sleeps] = 1
-        _fence()
+        fence_all()
 
     def get_up(self) -> bool:
         """Say that this side is awake; return whether the other side still is there."""
@@ -102,18 +94,19 @@ class Writer(Ring):
             raise
         file, theirs, their_bell, bell, theirs_too = opened
         super().__init__(file, bell, their_bell, _WRITER_SLEEPS, _READER_SLEEPS)
-        self._layout = layout
+        self._pack = layout.pack_into
         self._written = 0
         self.files = [file, theirs, theirs_too]  # what the other side needs, to be handed over
 
     def put(self, *fields: Any) -> None:
         """Write a record."""
         words, written = self._words, self._written
-        self._layout.pack_into(self._records, _FIRST + written % CAPACITY * _PLACE, *fields)
-        if not _KEEPS_ORDER:
-            _fence()
+        self._pack(self._records, _FIRST + written % CAPACITY * _PLACE, *fields)
+        if not KEEPS_ORDER:
+            fence()
         words[_HEAD] = self._written = written + 1
-        _fence()
+        if self._fences:
+            fence()
         if words[self._others]:  # it sleeps
             self._wake_other()
 
@@ -130,7 +123,7 @@ class Reader(Ring):
         file, bell, their_bell = files
         super().__init__(file, bell, their_bell, _READER_SLEEPS, _WRITER_SLEEPS)
         os.close(file)
-        self._layout = layout
+        self._unpack = layout.unpack_from
         self._read = 0
 
     @property
@@ -138,17 +131,20 @@ class Reader(Ring):
         """Whether there is a record that was not read."""
         return self._words[_HEAD] != self._read
 
-    def look(self) -> tuple[Any, ...]:
-        """Return the next record; it stays, and all that belongs to it, until ``free``."""
-        if not _KEEPS_ORDER:
-            _fence()
-        where = _FIRST + self._read % CAPACITY * _PLACE
-        return self._layout.unpack_from(self._records, where)
+    def look(self) -> tuple[Any, ...] | None:
+        """Return the next record, if there is one; all that belongs to it stays until ``free``."""
+        read = self._read
+        if self._words[_HEAD] == read:
+            return None
+        if not KEEPS_ORDER:
+            fence()
+        return self._unpack(self._records, _FIRST + read % CAPACITY * _PLACE)
 
     def free(self) -> None:
         """Say that the record which was looked at is needed no more."""
         words = self._words
         words[_TAIL] = self._read = self._read + 1
-        _fence()
+        if self._fences:
+            fence()
         if words[self._others]:  # it sleeps
             self._wake_other()

@@ -8,6 +8,8 @@ error.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from stageline.errors import PipeError
 from stageline.running.boundary import Packet
 from stageline.running.control.member import Member, Slowness
@@ -40,6 +42,7 @@ class SharedMemoryTransport(ProcessTransport):
     """
 
     name = "shared memory"
+    reads_later = False
 
     def __init__(self, member: Member) -> None:
         self.member = member
@@ -151,3 +154,7 @@ class _SharedMemoryReceipt(Receipt):
     def wait(self) -> Packet:
         channel = self._transport.incoming(self._edge.source_rank)
         return channel.wait_for(self._edge, self._epoch)
+
+    def read(self, use: Callable[[Packet], None]) -> None:
+        channel = self._transport.incoming(self._edge.source_rank)
+        channel.read(self._edge, self._epoch, use)
