@@ -337,6 +337,16 @@ def test_a_result_without_outputs() -> None:
     assert repr(result) == f"StepResult(loss={result.loss.item():.6g}, num_microbatches=2)"
 
 
+def test_the_loss_stays_where_it_was_computed_whatever_the_default_device() -> None:
+    """It is weighed from numbers, and a tensor of these was made on the user's default device."""
+    pipe = sl.Pipeline(net(), split=2, num_microbatches=2, loss_fn=F.cross_entropy)
+    x, y = batch()
+    wanted = pipe.step(x, target=y).loss
+    with torch.device("meta"):
+        loss = pipe.step(x, target=y).loss
+    assert torch.equal(loss, wanted)
+
+
 def test_a_closed_pipeline_opens_itself_again() -> None:
     pipe = sl.Pipeline(net(), split=2, num_microbatches=2, loss_fn=F.cross_entropy)
     pipe.close()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stageline.running.boundary import Packet
 from stageline.running.transports.base import Edge
-from stageline.running.transports.packing import Kind, Repeated, pack
+from stageline.running.transports.packing import Kind, Place, Repeated, pack
 from stageline.torch_private import tree_flatten
 
 EDGE = Edge(0, 1, "F", 0, 0, 1)
@@ -84,7 +84,7 @@ def sent(packet: Packet) -> Packet:
     packed = pack(packet, EDGE)
     memory = torch.zeros(packed.size, dtype=torch.uint8)
     packed.copy_to(memory.data_ptr())
-    return Kind.of(packed.header).rebuild(memory.data_ptr())
+    return Place(Kind.of(packed.header), memory.data_ptr()).copy()
 
 
 SEVERAL: dict[str, list[Any]] = {
@@ -120,3 +120,29 @@ def test_several_tensors_that_look_alike_are_described_once() -> None:
     ]
     found = {pack(packet, EDGE).header for packet in others}
     assert len(found | {headers[0]}) == 4
+
+
+def test_a_place_gives_copies_of_what_lies_there_now_and_the_thing_itself() -> None:
+    packed = pack(Packet([aligned() + 1], None, (True,)), EDGE)
+    memory = torch.zeros(packed.size + 64, dtype=torch.uint8)
+    address = memory.data_ptr()
+    packed.copy_to(address)
+    place = Place(Kind.of(packed.header), address)
+    before = place.copy()
+    pack(Packet([aligned() + 2], None, (True,)), EDGE).copy_to(address)
+    after, itself = place.copy(), place.in_place()
+    assert before.leaves[0].unique().tolist() == [1]
+    assert after.leaves[0].unique().tolist() == [2]
+    assert after.differentiable == [True]
+    assert itself is not None
+    memory.zero_()
+    assert itself.leaves[0].unique().tolist() == [0]
+    assert after.leaves[0].unique().tolist() == [2]
+
+
+@pytest.mark.parametrize("leaf", [torch.zeros(4, 2).t(), aligned(offset=1), "a word"])
+def test_what_a_clone_would_not_be_is_rebuilt(leaf: Any) -> None:
+    packed = pack(Packet([leaf]), EDGE)
+    memory = torch.zeros(packed.size, dtype=torch.uint8)
+    packed.copy_to(memory.data_ptr())
+    assert Place(Kind.of(packed.header), memory.data_ptr()).in_place() is None

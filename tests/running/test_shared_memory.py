@@ -151,6 +151,95 @@ def test_a_packet_is_a_copy_that_later_packets_do_not_change(party: SharedParty)
     assert party.run(story)[1] == list(range(20))
 
 
+def test_a_packet_is_read_where_it_lies_and_its_memory_is_free_afterwards(
+    party: SharedParty, memory: Memory
+) -> None:
+    def story(rank: int, endpoint: Endpoint) -> list[float]:
+        seen: list[float] = []
+        for index in range(50):
+            if rank == 0:
+                endpoint.send(edge(index), Packet([torch.full((500,), float(index))]))
+                endpoint.receive(edge(index, source=1)).wait()
+            else:
+                receipt = endpoint.receive(edge(index))
+                receipt.read(lambda packet: seen.append(float(packet.leaves[0].mean())))
+                endpoint.send(edge(index, source=1), Packet([torch.zeros(1)]))
+        return seen
+
+    assert party.run(story)[1] == list(range(50))
+    assert len(memory.made) <= 4  # two channels, and hardly more
+
+
+@pytest.mark.parametrize("how", ["another came first", "in pieces", "not plain", "a reader fails"])
+def test_a_packet_that_cannot_be_read_in_place_is_read_all_the_same(
+    how: str, party: SharedParty, memory: Memory
+) -> None:
+    if how == "in pieces":
+        memory.room = 1
+    big = torch.arange(1.0, 60_001.0)
+    sent = big.view(200, 300).t() if how == "not plain" else big
+
+    def fail(packet: Packet) -> None:
+        raise ValueError("by the reader")
+
+    def story(rank: int, endpoint: Endpoint) -> list[Any]:
+        if rank == 0:
+            for index in range(3):
+                endpoint.send(edge(index), Packet([sent + index]))
+            return []
+        seen: list[Any] = []
+        receipts = [endpoint.receive(edge(index)) for index in range(3)]
+        order = [2, 0, 1] if how == "another came first" else [0, 1, 2]
+        for index in order:
+            if how == "a reader fails" and index == 0:
+                with pytest.raises(ValueError, match="by the reader"):
+                    receipts[0].read(fail)
+            else:
+                receipts[index].read(
+                    lambda packet: seen.append(packet.leaves[0].double().mean().item())
+                )
+        return seen
+
+    mean = big.double().mean().item()
+    wanted = {"another came first": [2, 0, 1], "a reader fails": [1, 2]}.get(how, [0, 1, 2])
+    assert party.run(story)[1] == [mean + index for index in wanted]
+
+
+@pytest.mark.parametrize("sent", [torch.ones(500), torch.ones(20, 25).t(), torch.ones(501)[1:]])
+def test_packets_arrive_on_the_cpu_whatever_the_default_device(
+    sent: Tensor, party: SharedParty
+) -> None:
+    """A tensor to copy into was asked for without a device, and made on the user's default one."""
+
+    def story(rank: int, endpoint: Endpoint) -> str:
+        if rank == 0:
+            endpoint.send(edge(0), Packet([sent]))
+            return ""
+        receipt = endpoint.receive(edge(0))
+        with torch.device("meta"):
+            (tensor,) = receipt.wait().leaves
+        return f"{tensor.device} {tensor.sum().item()}"
+
+    assert party.run(story)[1] == "cpu 500.0"
+
+
+def test_a_packet_that_first_came_in_inference_can_be_trained_on_later(party: SharedParty) -> None:
+    def story(rank: int, endpoint: Endpoint) -> list[float]:
+        sums = []
+        for index in range(2):
+            if rank == 0:
+                endpoint.send(edge(index), Packet([torch.ones(500)]))
+                continue
+            with torch.inference_mode(index == 0):
+                (tensor,) = endpoint.receive(edge(index)).wait().leaves
+            if index == 1:
+                (tensor.requires_grad_() * tensor).sum().backward()
+                sums.append(tensor.grad.sum().item())
+        return sums
+
+    assert party.run(story)[1] == [1000.0]
+
+
 def test_thousands_of_packets_in_both_directions(party: SharedParty) -> None:
     def story(rank: int, endpoint: Endpoint) -> int:
         right, other = 0, 1 - rank

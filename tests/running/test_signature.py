@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stageline.running.control.agreement import CONTENTS
 from stageline.running.microbatches import Microbatches
-from stageline.running.signature import checksum, facts_of
+from stageline.running.signature import Checksum, checksum, facts_of
 
 X = torch.arange(4.0).reshape(2, 2)
 LEAVES = {
@@ -65,3 +65,28 @@ def test_equal_values_have_one_checksum_however_they_lie(
     x = torch.randn(60, 40).to(dtype)
     assert checksum(other(x)) == checksum(x)
     assert checksum(other(x) + 1) != checksum(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(5000),
+        lambda: torch.randn(50, 60).t(),
+        lambda: torch.randn(50).half(),
+        lambda: torch.randn(9, dtype=torch.complex64).conj().imag,
+        lambda: torch.zeros(0),
+    ],
+)
+def test_a_checksum_that_is_taken_again_sees_every_change(make: Callable[[], Tensor]) -> None:
+    tensor = nn.Parameter(make(), requires_grad=False)
+    again = Checksum(tensor)
+    assert again() == checksum(tensor) == again()
+    if not tensor.numel():
+        return
+    seen = {again()}
+    tensor.add_(1)
+    seen.add(again())
+    tensor.data = tensor.data + 1  # other memory
+    seen.add(again())
+    assert again() == checksum(tensor)
+    assert len(seen) == 3

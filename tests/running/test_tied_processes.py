@@ -115,6 +115,60 @@ def test_ranks_that_add_for_each_other_do_not_wait_for_each_other(two_ranks: Ran
         assert differences(found, {key: wanted[key] for key in found}, tied) == []
 
 
+def _three_holders(rank: int, transport: str) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    pipe = pipeline(three_of_four, timeout=20, transport=transport)
+    for seed in (1, 2):
+        x, y = batch(three_of_four, seed)
+        pipe.step(x, target=y)
+    pipe.close()
+    return gradients(pipe)
+
+
+def three_of_four() -> nn.Sequential:
+    return tie(tie(linears(), 1, 0), 3, 0)
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "process-group"])
+def test_one_of_three_holders_adds_for_all(transport: str, four_ranks: RankPool) -> None:
+    model = made(three_of_four)
+    for seed in (1, 2):
+        plain(three_of_four, model, *batch(three_of_four, seed))
+    wanted = wanted_gradients(model)
+    found = four_ranks.run(_three_holders, transport)
+    assert [list(one) for one in found[:2]] == [["0.weight", "0.bias"], ["0.weight", "1.bias"]]
+    for one in found:
+        assert differences(one, {key: wanted[key] for key in one}, {"0.weight"}) == []
+    assert torch.equal(found[0]["0.weight"], found[1]["0.weight"])
+    assert torch.equal(found[0]["0.weight"], found[3]["0.weight"])
+
+
+def _kept_gradient(rank: int, transport: str) -> list[bool]:
+    torch.set_num_threads(1)
+    pipe = pipeline(first_and_last, split=2, timeout=20, transport=transport)
+    own = next(p for name, p in pipe.named_parameters() if name == "0.weight")
+    x, y = batch(first_and_last)
+    pipe.step(x, target=y)
+    kept = own.grad
+    assert kept is not None
+    before = kept.clone()
+    pipe.zero_grad()
+    pipe.step(x, target=y)
+    second, is_kept = own.grad, torch.equal(kept, before)
+    pipe.step(2 * x, target=y)  # which is added, in place
+    pipe.close()
+    assert own.grad is not None
+    return [is_kept, second is own.grad, not torch.equal(kept, own.grad)]
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "process-group"])
+def test_gradients_that_the_user_has_change_as_in_the_plain_model(
+    transport: str, two_ranks: RankPool
+) -> None:
+    """Sums are made in the memory of a rank's own part: of this step, never of one before."""
+    assert two_ranks.run(_kept_gradient, transport) == [[True, True, True]] * 2
+
+
 def _different_seeds(rank: int) -> str:
     model = made(first_and_last, seed=rank)
     torch.manual_seed(0)

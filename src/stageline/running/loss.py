@@ -91,10 +91,11 @@ class Losses:
         kept = self._numbers
         _, weight, dtype = kept[0]
         if weight and all(each[1:] == (weight, dtype) for each in kept.values()):
-            values = torch.tensor([kept[index][0] for index in range(len(kept))], dtype=dtype)
-            return dict(enumerate((values * weight).unbind()))
+            values = [kept[index][0] for index in range(len(kept))]
+            weighed = torch.tensor(values, dtype=dtype, device="cpu") * weight
+            return dict(enumerate(weighed.unbind()))
         return {
-            index: _weighed(torch.tensor(value, dtype=dtype), weight)
+            index: _weighed(torch.tensor(value, dtype=dtype, device="cpu"), weight)
             for index, (value, weight, dtype) in kept.items()
         }
 

@@ -120,6 +120,6 @@ def number_from_json(text: str) -> Tensor:
         tensor(0.1000)
     """
     dtype, shape, content = json.loads(text)
-    number = torch.empty(shape, dtype=getattr(torch, dtype))
+    number = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
     ctypes.memmove(number.data_ptr(), bytes.fromhex(content), number.nbytes)
     return number

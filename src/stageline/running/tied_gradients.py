@@ -169,7 +169,7 @@ class _Numbers:
 
     def __init__(self, ties: Sequence[Tied]) -> None:
         self._names = [tied.name for tied in ties]
-        self._tensor = torch.zeros(len(ties), dtype=torch.int64)
+        self._tensor = torch.zeros(len(ties), dtype=torch.int64, device="cpu")
         self._array = self._tensor.numpy()  # whose own operations are much shorter
 
     def filled(self, checksums: Mapping[str, int]) -> Tensor:

@@ -12,10 +12,11 @@ kernel has ``membarrier``, who goes to sleep gives all others their fence too, a
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
 import threading
-from functools import cache
+from functools import lru_cache
 
 # These processors let others see writes in the order in which they were made, and read in order.
 KEEPS_ORDER = platform.machine() in ("x86_64", "AMD64")
@@ -42,13 +43,22 @@ def fence_all() -> None:
         _membarrier(_FENCE_ALL)
 
 
-@cache
 def fenced_by_others() -> bool:
     """Let others fence this process, for good; return whether they can, so that it need not.
 
     Processes of one host nearly always have the same answer. Where only one is kept from the call,
     it may oversleep a packet until it next looks by itself.
+
+    Example:
+        >>> fenced_by_others() in (True, False)
+        True
     """
+    return _take_part(os.getpid())
+
+
+@lru_cache(maxsize=1)
+def _take_part(process: int) -> bool:
+    """Do so once in a process; what was forked is another one."""
     if not KEEPS_ORDER or sys.platform != "linux":
         return False
     return _membarrier(_TAKE_PART) == 0

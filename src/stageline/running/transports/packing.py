@@ -86,12 +86,22 @@ class Repeated:
         size: Those of the packet.
     """
 
-    __slots__ = ("_alignment", "_differentiable", "_like", "header", "num_bytes", "size", "start")
+    __slots__ = (
+        "_alignment",
+        "_differentiable",
+        "_is_complex",
+        "_like",
+        "header",
+        "num_bytes",
+        "size",
+        "start",
+    )
 
     def __init__(self, packet: Packet, tensor: Tensor, packed: Packed) -> None:
         self._differentiable = packet.differentiable
         self._like = (tensor.dtype, tensor.shape, tensor.stride())
         self._alignment = tensor.data_ptr() % _LINE
+        self._is_complex = tensor.is_complex()
         self.header = packed.header
         self.start = on_lines(len(packed.header))
         self.num_bytes = tensor.nbytes
@@ -119,7 +129,8 @@ class Repeated:
             and (leaf.dtype, leaf.shape, leaf.stride()) == self._like
             and packet.differentiable == self._differentiable
             and leaf.data_ptr() % _LINE == self._alignment
-            and not (leaf.is_neg() or leaf.is_conj())
+            and not leaf.is_neg()
+            and not (self._is_complex and leaf.is_conj())
         )
         return leaf if looks_the_same else None
 

@@ -159,7 +159,7 @@ class ProcessGroupTransport(ProcessTransport):
         self._expected[peer, letter] += 1
         posted = self._posted[peer, letter]
         while len(posted) <= _AHEAD:
-            buffer = torch.empty(wire.HEADER_BYTES, dtype=torch.uint8)
+            buffer = torch.empty(wire.HEADER_BYTES, dtype=torch.uint8, device="cpu")
             posted.append((buffer, self.post(buffer, edge, LETTERS.index(letter))))
         first, work = posted.popleft()
         return _ProcessGroupReceipt(self, edge, epoch, first, work, body_tag)
@@ -208,7 +208,7 @@ class ProcessGroupTransport(ProcessTransport):
             for peer in range(self.member.num_ranks):
                 if peer != self.rank:
                     with suppress(RuntimeError):
-                        group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(_AT_ONCE)
+                        group.recv([torch.empty(1, device="cpu")], peer, _ABORT_TAG).wait(_AT_ONCE)
 
     def reset(self) -> None:
         with self._changing:
@@ -316,7 +316,9 @@ class _ProcessGroupReceipt(Receipt):
     def wait(self) -> Packet:
         self._transport.finish(self._work, self._edge)
         missing = wire.missing_bytes(self._first)
-        rest = self._body(torch.empty(missing, dtype=torch.uint8)) if missing else None
+        rest = (
+            self._body(torch.empty(missing, dtype=torch.uint8, device="cpu")) if missing else None
+        )
         first = wire.decode(self._first, rest)
         self._check(first)
         if first.is_whole:

@@ -112,7 +112,7 @@ class Layout:
     def empty_bytes(self, count: int | None = None) -> Tensor:
         """Return a buffer for the bytes whose address has the sender's alignment."""
         count = self.num_bytes if count is None else count
-        buffer = torch.empty(count + _ALIGNMENT, dtype=torch.uint8)
+        buffer = torch.empty(count + _ALIGNMENT, dtype=torch.uint8, device="cpu")
         offset = (self.alignment - buffer.data_ptr()) % _ALIGNMENT
         if offset % self.dtype.itemsize:
             offset = 0
@@ -121,7 +121,7 @@ class Layout:
     def rebuild(self, received: Tensor) -> Tensor:
         """Return the tensor whose bytes these are, on top of them where it is dense."""
         if not self.num_bytes:
-            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
+            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
         typed = received.view(self.dtype)
         order = self.order
         dense = typed.view([self.core[dim] for dim in order]).permute(_inverse(order))
@@ -280,7 +280,7 @@ def _load_spec(text: str) -> trees.TreeSpec:
 
 
 def _arrange(label: bytes, text: bytes, tensors: list[Tensor]) -> Encoded:
-    first = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+    first = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu")
     address = first.data_ptr()
     ctypes.memmove(address, label + text[:_ROOM], _LABEL.size + min(len(text), _ROOM))
     if len(text) + sum(tensor.numel() for tensor in tensors) <= _ROOM:
