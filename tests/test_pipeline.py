@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -335,6 +336,7 @@ def test_a_result_without_outputs() -> None:
     result = pipe.step(x, target=y)
     assert result.outputs is None
     assert repr(result) == f"StepResult(loss={result.loss.item():.6g}, num_microbatches=2)"
+    assert torch.equal(pickle.loads(pickle.dumps(result)).loss, result.loss)
 
 
 def test_the_loss_stays_where_it_was_computed_whatever_the_default_device() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 import time
 from pathlib import Path
@@ -49,6 +50,67 @@ def test_the_loss_is_the_same_on_every_rank(two_ranks: RankPool) -> None:
     answers = two_ranks.run(_loss_on_every_rank)
     assert [answer[0] for answer in answers] == [loss, loss]
     assert answers[0][1] == answers[1][1] == f"StepResult(loss={loss:.6g}, num_microbatches=4)"
+
+
+def _losses_asked_for_late(rank: int) -> list[tuple[float, bool, float]]:
+    pipe = pipeline()
+    x, y = batch()
+    results = [pipe.step(x * factor, target=y) for factor in (1, 2)]
+    pickled = [pickle.dumps(result) for result in results]
+    with torch.inference_mode():
+        losses = [result.loss for result in results]
+    pipe.close()
+    again = [pickle.loads(text).loss.item() for text in pickled]
+    return [(a.item(), a.is_inference(), b) for a, b in zip(losses, again, strict=True)]
+
+
+def test_results_can_be_kept_pickled_and_asked_in_inference_mode(two_ranks: RankPool) -> None:
+    """Where another rank has the loss, its tensor is made when somebody asks for it."""
+    one, other = two_ranks.run(_losses_asked_for_late)
+    assert one == other
+    assert all(loss == again and not is_inference for loss, is_inference, again in one)
+    assert one[0][0] != one[1][0]
+
+
+class ChangesTheMode(nn.Linear):
+    """Computes something without a graph, and fails in between if it is told to."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.set_grad_enabled(False)
+        scale = x.abs().mean()
+        if self.fails:
+            raise ValueError("a bad batch")
+        torch.set_grad_enabled(True)
+        return super().forward(x) / (1 + scale)
+
+
+def _fails_without_gradients(rank: int) -> list[str]:
+    torch.manual_seed(0)
+    last = ChangesTheMode(4, 4)
+    stages = nn.Sequential(ChangesTheMode(4, 4), last)
+    pipe = sl.Pipeline(stages, split=2, num_microbatches=2, loss_fn=F.mse_loss, timeout=20)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    seen = []
+    for step in range(3):
+        last.fails = step == 1
+        pipe.zero_grad()
+        try:
+            pipe.step(x, target=y)
+        except sl.StepError:
+            seen.append("failed")
+        else:
+            seen.append("trained" if all(p.grad is not None for p in pipe.parameters()) else "?")
+        seen.append("enabled" if torch.is_grad_enabled() else "disabled")
+    pipe.close()
+    return seen
+
+
+def test_the_callers_grad_mode_comes_back_after_a_stage_that_failed(two_ranks: RankPool) -> None:
+    """Else that rank would evaluate in its next step, where the others train."""
+    wanted = ["trained", "enabled", "failed", "enabled", "trained", "enabled"]
+    assert two_ranks.run(_fails_without_gradients) == [wanted] * 2
 
 
 def _ask_on_one_rank_only(rank: int, who: int) -> list[float]:

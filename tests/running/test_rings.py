@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from stageline.running.slabs import can_share_memory
-from stageline.running.transports import barriers
+from stageline.running.transports.barriers import fenced_by_others
 from stageline.running.transports.rings import CAPACITY, Reader, Writer
 
 pytestmark = [
@@ -132,24 +132,14 @@ def _echo(requests: Reader, answers: Writer, count: int) -> bool:
 
 @pytest.mark.parametrize("left_to_the_sleeper", [True, False])
 def test_no_call_is_lost_between_two_processes_that_sleep_at_every_turn(
-    left_to_the_sleeper: bool, monkeypatch: pytest.MonkeyPatch
+    left_to_the_sleeper: bool,
 ) -> None:
     """If the two looked past each other once, both would sleep until somebody's patience ends."""
-    if not left_to_the_sleeper:
-        monkeypatch.setattr(barriers, "_membarrier", lambda command: -1)
-        barriers._take_part.cache_clear()
-    elif not barriers.fenced_by_others():
+    if left_to_the_sleeper and not fenced_by_others():
         pytest.skip("this kernel has no membarrier")
-    try:
-        _take_turns_asleep()
-    finally:
-        barriers._take_part.cache_clear()
-
-
-def _take_turns_asleep() -> None:
-    count = 20_000
-    there, back = Writer(NUMBER), Writer(NUMBER)
-    requests, answers = Reader(NUMBER, there.files), Reader(NUMBER, back.files)
+    fences, count = not left_to_the_sleeper, 20_000
+    there, back = Writer(NUMBER, fences=fences), Writer(NUMBER, fences=fences)
+    requests, answers = (Reader(NUMBER, ring.files, fences=fences) for ring in (there, back))
     child = os.fork()
     if child == 0:
         heard_all = False

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import stageline as sl
 from stageline.testing import RankPool
 from tests.running.tied import (
     CASES,
+    WIDTH,
     batch,
     differences,
     first_and_last,
@@ -165,8 +167,47 @@ def _kept_gradient(rank: int, transport: str) -> list[bool]:
 def test_gradients_that_the_user_has_change_as_in_the_plain_model(
     transport: str, two_ranks: RankPool
 ) -> None:
-    """Sums are made in the memory of a rank's own part: of this step, never of one before."""
+    """A sum has memory of its own, or is added to what was there."""
     assert two_ranks.run(_kept_gradient, transport) == [[True, True, True]] * 2
+
+
+class Scaled(nn.Module):
+    """Autograd gives both parameters views of one memory as their gradients."""
+
+    def __init__(self, shared: nn.Parameter) -> None:
+        super().__init__()
+        self.shared = shared
+        self.own = nn.Parameter(torch.randn(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * (self.shared.squeeze(0) + self.own.squeeze(0)))
+
+
+def scaled_twice() -> nn.Sequential:
+    shared = nn.Parameter(torch.randn(1, WIDTH))
+    return nn.Sequential(Scaled(shared), Scaled(shared))
+
+
+def _one_memory_for_two_gradients(rank: int, transport: str) -> dict[str, Tensor]:
+    torch.set_num_threads(1)
+    pipe = pipeline(scaled_twice, split=2, num_microbatches=1, timeout=20, transport=transport)
+    x, y = batch(scaled_twice)
+    pipe.step(x, target=y)
+    pipe.close()
+    return gradients(pipe)
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "process-group"])
+def test_a_sum_does_not_reach_other_gradients_in_the_same_memory(
+    transport: str, two_ranks: RankPool
+) -> None:
+    """When sums were made in the memory of a part, the other parameter's gradient was the sum."""
+    model = made(scaled_twice)
+    x, y = batch(scaled_twice)
+    F.mse_loss(model(x), y).backward()
+    wanted = wanted_gradients(model)
+    for found in two_ranks.run(_one_memory_for_two_gradients, transport):
+        assert differences(found, {key: wanted[key] for key in found}, {"0.shared"}) == []
 
 
 def _different_seeds(rank: int) -> str:

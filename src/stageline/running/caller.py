@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from stageline.running.autocast import autocast_cache_off, autocast_devices
 from stageline.torch_private import foreign_modes, saved_tensor_hooks
 
 _PLAIN_DEVICE = torch.device("cpu")
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -83,13 +82,32 @@ def refuse_foreign_modes() -> None:
         )
 
 
-def step_modes(builds_graph: bool) -> AbstractContextManager[Any]:
-    """Return the modes that a step sets for itself, whoever called it."""
-    if not autocast_devices():
-        # Most callers have it so already, and what is entered takes its time, twice in a step.
-        is_so = torch.is_grad_enabled() is builds_graph
-        return _NOTHING if is_so else torch.set_grad_enabled(builds_graph)
-    stack = ExitStack()
-    stack.enter_context(torch.set_grad_enabled(builds_graph))
-    stack.enter_context(autocast_cache_off())
-    return stack
+class step_modes:  # used like a function
+    """The modes that a step sets for itself, whoever called it; the caller's come back after it.
+
+    Also if a stage has changed them and failed before it changed them back. Most callers have them
+    as they are wanted, and the modes of torch are only touched where they are not.
+    """
+
+    __slots__ = ("_before", "_builds_graph", "_cache_off")
+
+    def __init__(self, builds_graph: bool) -> None:
+        self._builds_graph = builds_graph
+        self._cache_off: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        _set_grad(self._builds_graph)
+        if autocast_devices():
+            self._cache_off = autocast_cache_off()
+            self._cache_off.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _set_grad(self._before)
+        if self._cache_off is not None:
+            self._cache_off.__exit__(*error)
+
+
+def _set_grad(mode: bool) -> None:
+    if torch.is_grad_enabled() is not mode:
+        torch.set_grad_enabled(mode)

@@ -44,7 +44,12 @@ def looks_before_sleep(num_ranks: int) -> int:
     fifth faster, convolutions and matrices of some milliseconds 2 to 3 % faster, and large ones no
     slower. Who shares a core gives it away at once; see ``looking`` too.
     """
-    return _MANY_LOOKS if num_ranks <= _num_cores() else _FEW_LOOKS
+    return _MANY_LOOKS if has_own_core(num_ranks) else _FEW_LOOKS
+
+
+def has_own_core(num_ranks: int) -> bool:
+    """Whether there is a core for each of several ranks on this host."""
+    return num_ranks <= _num_cores()
 
 
 def looking(most: int) -> Iterator[bool]:

@@ -100,6 +100,7 @@ class Engine:
             first = states.get(self._placement[0])
             if first is not None:
                 _accumulate(first)
+            assert loss is not None
             return StepResult(loss=loss, outputs=outputs, num_microbatches=batch.count)
 
     def infer(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from stageline.running.cores import cores_for_each, use_threads
 from stageline.running.events import Observer
 from stageline.running.executor import BoundRow, StepState, run_row
 from stageline.running.runner import Runner, forward_window
-from stageline.running.signature import number_from_json, number_to_json, told_seed
+from stageline.running.signature import number_to_json, told_seed
 from stageline.running.timetable import Purpose
 from stageline.running.transports.base import Aborted, Edge, Endpoint, ProcessTransport
 from stageline.scheduling import Schedule
@@ -65,7 +64,6 @@ class ProcessRunner(Runner):
         self._on_cpu = on_cpu
         self._made_up_seed = seed
         self.where = f"processes, {transport.name}"
-        self.reads_later = transport.reads_later
         self._endpoint: Endpoint | None = None
         self._loss: tuple[Tensor | None, str | None] = (None, None)
         self._most_threads = cores_for_each()
@@ -143,13 +141,11 @@ class ProcessRunner(Runner):
     def note_loss(self, loss: Tensor) -> None:
         self._loss = (loss, number_to_json(loss))
 
-    def finish(self) -> Callable[[], Tensor | None]:
+    def finish(self) -> Tensor | str | None:
         loss, text = self._loss
         told = self._member.finish_with(text)
         self._is_begun, self.is_over = False, True
-        if loss is not None or not told:
-            return lambda: loss
-        return partial(number_from_json, next(iter(told.values())))
+        return next(iter(told.values()), None) if loss is None else loss
 
     def failed(self, error: BaseException) -> BaseException:
         if not self._is_begun:

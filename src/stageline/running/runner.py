@@ -56,7 +56,6 @@ class Runner(ABC):
         is_over: Whether a call that failed here was over for all ranks before: only what its caller
             wanted to do with the result has failed.
         where: Where the ranks live and what carries packets, for people.
-        reads_later: Whether a packet is read after it was sent, so that nobody may change it.
     """
 
     ranks: tuple[int, ...]
@@ -65,7 +64,6 @@ class Runner(ABC):
     compares: bool = False
     is_over: bool = False
     where: str = "threads of one process"
-    reads_later: bool = False
 
     @property
     @abstractmethod
@@ -94,8 +92,11 @@ class Runner(ABC):
         """Take the loss of a call, which all ranks will know when it has ended."""
 
     @abstractmethod
-    def finish(self) -> Callable[[], Tensor | None]:
-        """End a call on all ranks or on none; return what returns its loss, if it has one."""
+    def finish(self) -> Tensor | str | None:
+        """End a call on all ranks or on none.
+
+        Return its loss, if it has one: the tensor, or what the rank that has it says of it.
+        """
 
     @abstractmethod
     def failed(self, error: BaseException) -> BaseException:
@@ -208,9 +209,9 @@ class ThreadRunner(Runner):
     def note_loss(self, loss: Tensor) -> None:
         self._loss = loss
 
-    def finish(self) -> Callable[[], Tensor | None]:
+    def finish(self) -> Tensor | None:
         loss, self._loss = self._loss, None
-        return lambda: loss
+        return loss
 
     def failed(self, error: BaseException) -> BaseException:
         return error

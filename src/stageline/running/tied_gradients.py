@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -121,20 +122,27 @@ class _Exchange:
             for tied, gradient, number in added:
                 if number != checksums[tied.name]:
                     faults.append(_differing(tied))
+                parts[tied.name][holder] = gradient
                 if len(tied.ranks) == 2:  # the sum is whole
-                    may_change = not runner.reads_later
-                    totals[tied.name] = _pair(own[tied.name], gradient, tied, may_change)
+                    totals[tied.name] = self._total(tied, parts[tied.name])
                 else:
                     parts[tied.name][holder] = _copy(gradient)
 
         runner.swap(0, outgoing, {rank: partial(read, rank) for rank in self._added_here})
         for tied in self._ties:
             if self._rank in tied.adders and tied.name not in totals:
-                ordered = [parts[tied.name][rank] for rank in tied.ranks]
-                total = _sum(ordered, tied.own)
-                # What is this rank's own may be on its way to others.
-                totals[tied.name] = _copy(total) if total is own[tied.name] else total
+                totals[tied.name] = self._total(tied, parts[tied.name])
         return faults[0] if faults else "", totals
+
+    def _total(self, tied: Tied, parts: Mapping[int, Tensor | None]) -> Tensor | None:
+        """Return the sum of all parts, in memory of its own.
+
+        A part may be on its way to others, or lie in a slab. And autograd may have given two
+        parameters one memory for their gradients.
+        """
+        total = _sum([parts[rank] for rank in tied.ranks], tied.own)
+        is_part = any(total is part for part in parts.values())
+        return _copy(total) if is_part else total
 
     def _tell(self, runner: Runner, fault: str, totals: dict[str, Tensor | None]) -> str:
         """Tell the sums that were made here, and note those of others; return what is wrong."""
@@ -148,12 +156,12 @@ class _Exchange:
             told, *sums = packet.leaves
             faults.append(told)
             for tied, total in zip(self._told_here[root], sums, strict=True):
-                totals[tied.name] = None if total is None else _own_copy(total, tied.own)
+                totals[tied.name] = None if total is None else _own(total, tied.own.device)
 
         runner.swap(1, outgoing, {rank: partial(read, rank) for rank in self._told_here})
-        if runner.reads_later:  # by then the user may have changed the gradient
-            for name in {tied.name for told in self._told_there.values() for tied in told}:
-                totals[name] = _copy(totals[name])
+        # A send may read its memory later; by then the user may have changed the gradient.
+        for name in {tied.name for told in self._told_there.values() for tied in told}:
+            totals[name] = _copy(totals[name])
         return next(filter(None, faults), "")
 
 
@@ -169,10 +177,13 @@ class _Numbers:
 
     def __init__(self, ties: Sequence[Tied]) -> None:
         self._names = [tied.name for tied in ties]
-        self._tensor = torch.zeros(len(ties), dtype=torch.int64, device="cpu")
-        self._array = self._tensor.numpy()  # whose own operations are much shorter
+        self._tensor: Tensor | None = None
+        self._array: Any = None
 
     def filled(self, checksums: Mapping[str, int]) -> Tensor:
+        if self._tensor is None:
+            self._tensor = torch.zeros(len(self._names), dtype=torch.int64, device="cpu")
+            self._array = self._tensor.numpy()  # whose own operations are much shorter
         for place, name in enumerate(self._names):
             self._array[place] = checksums[name]
         return self._tensor
@@ -183,23 +194,8 @@ def _dense(gradient: Tensor | None) -> Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
-def _pair(
-    mine: Tensor | None, theirs: Tensor | None, tied: Tied, may_change: bool
-) -> Tensor | None:
-    """Return the sum of two parts, of which the other may be gone soon.
-
-    Which of the two comes first makes no difference.
-    """
-    if theirs is None:
-        return mine if may_change else _copy(mine)
-    if mine is None:
-        return _own_copy(theirs, tied.own)
-    theirs = theirs.to(tied.own.device)
-    return mine.add_(theirs) if may_change else mine + theirs
-
-
-def _own_copy(tensor: Tensor, like: Tensor) -> Tensor:
-    return tensor.clone() if tensor.device == like.device else tensor.to(like.device)
+def _own(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.clone() if tensor.device == device else tensor.to(device)
 
 
 def _differing(tied: Tied) -> str:

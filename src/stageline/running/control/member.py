@@ -51,6 +51,7 @@ class Member:
         on_failure: Called, in another thread, with the number of a call that failed somewhere.
         details: What to say of a fact, by name, if its digest is in doubt.
         waiting: The wait in which this rank cannot look at the clock itself.
+        has_failed: Whether the call that runs has failed somewhere, as ``failure`` says.
     """
 
     def __init__(self, meeting: Meeting, *, one_host: bool) -> None:
@@ -81,7 +82,7 @@ class Member:
         self.wake_file, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(self.wake_file, False)
-        self._is_awake = False
+        self.has_failed = False
 
     def connect(self, link: Link, board: BoardFiles | None) -> None:
         """Say how the hub is reached, and where the board is, if there is one."""
@@ -99,8 +100,8 @@ class Member:
             for known in (self._commits, self._rows, self._failures):
                 for old in [number for number in known if number < epoch]:
                     del known[old]
-            if self._is_awake:
-                self._is_awake = False
+            if self.has_failed:
+                self.has_failed = False
                 with suppress(BlockingIOError):
                     os.read(self.wake_file, 1024)
             if self.failure is not None:  # another rank was faster, and has failed
@@ -299,7 +300,7 @@ class Member:
             self.on_failure(epoch)
 
     def _wake_up(self) -> None:
-        self._is_awake = True
+        self.has_failed = True
         os.write(self._wake, b"!")
 
     def beat(self) -> None:

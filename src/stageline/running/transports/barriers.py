@@ -6,7 +6,8 @@
 A processor may read before others see what it wrote. Then both look too early, and one sleeps
 beside a packet that nobody wakes it for. A fence between writing and reading prevents that, and
 both need one. Laying down packets is what everybody waits for, going to sleep is not: where the
-kernel has ``membarrier``, who goes to sleep gives all others their fence too, at that moment.
+kernel has ``membarrier``, who goes to sleep gives all others their fence too, at that moment. That
+takes longer than many fences, and is for ranks that seldom sleep.
 """
 
 from __future__ import annotations
@@ -36,18 +37,16 @@ def fence() -> None:
         _barrier.release()
 
 
-def fence_all() -> None:
-    """Do so here, and in every process of this host that is ``fenced_by_others``."""
-    fence()
-    if fenced_by_others():
-        _membarrier(_FENCE_ALL)
+def fence_others() -> None:
+    """Do so in every process of this host that is ``fenced_by_others``, while it runs."""
+    _membarrier(_FENCE_ALL)
 
 
 def fenced_by_others() -> bool:
     """Let others fence this process, for good; return whether they can, so that it need not.
 
     Processes of one host nearly always have the same answer. Where only one is kept from the call,
-    it may oversleep a packet until it next looks by itself.
+    somebody may oversleep a packet until he next looks by himself.
 
     Example:
         >>> fenced_by_others() in (True, False)

@@ -101,11 +101,9 @@ class ProcessTransport(ABC):
 
     Attributes:
         name: What people call it.
-        reads_later: Whether a send reads its tensors after it has returned.
     """
 
     name: str
-    reads_later: bool
 
     @abstractmethod
     def open(self, *, epoch: int, window: int | None) -> Endpoint:

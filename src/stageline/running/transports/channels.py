@@ -19,8 +19,9 @@ from stageline import log
 from stageline.errors import PeerError
 from stageline.running.boundary import Packet
 from stageline.running.control.member import Member, Slowness
-from stageline.running.cores import looking, looks_before_sleep
+from stageline.running.cores import has_own_core, looking, looks_before_sleep
 from stageline.running.slabs import SMALLEST, Slab, whole_size
+from stageline.running.transports.barriers import fenced_by_others
 from stageline.running.transports.base import Aborted, Edge
 from stageline.running.transports.packing import Kind, Packed, Place, Repeated, pack
 from stageline.running.transports.rings import CAPACITY, Reader, Writer
@@ -60,11 +61,13 @@ class Outgoing:
         self._slabs[0] = first
         self._free.append(0)
         try:
-            self.ring = Writer(_RECORD)
+            fences = not (has_own_core(member.num_ranks) and fenced_by_others())
+            self.ring = Writer(_RECORD, fences=fences)
         except OSError:
             os.close(file)
             raise
-        member.post(channel_key(generation), first.size, to=target, files=[*self.ring.files, file])
+        told, files = [first.size, fences], [*self.ring.files, file]
+        member.post(channel_key(generation), told, to=target, files=files)
 
     def send(self, edge: Edge, epoch: int, packet: Packet, window: int | None) -> None:
         if window is None and self._is_sent_like_the_last(edge, epoch, packet):
@@ -208,8 +211,9 @@ class Incoming:
         self._member = member
         self._source = source
         self._generation = generation
-        size, (*files, slab) = member.lookup(channel_key(generation), source)
-        self.ring = Reader(_RECORD, files)
+        (size, fences), (*files, slab) = member.lookup(channel_key(generation), source)
+        fences = fences or not fenced_by_others()
+        self.ring = Reader(_RECORD, files, fences=fences)
         self._slabs = {0: _mapped(slab, size)}
         self._places: dict[int, Place] = {}  # by slab: what the last packet in it was like
         self._arrived: dict[tuple[Any, ...], Packet] = {}
@@ -280,7 +284,8 @@ class Incoming:
 
     def _taken(self, record: tuple[Any, ...]) -> Packet | None:
         """Copy out the packet of a record; None where it is not whole yet."""
-        place = self._place_of(record)
+        # As nearly always, it lies where the last one did.
+        place = self._place_of(record) if record[6] else self._places[record[5]]
         packet = self._with_piece(*record[5:]) if place is None else place.copy()
         self.ring.free()
         return packet
@@ -288,7 +293,7 @@ class Incoming:
     def _place_of(self, record: tuple[Any, ...]) -> Place | None:
         """Return where the packet of a record lies; None if it is only a piece of one."""
         number, header_size, size, whole = record[5:]
-        if not header_size:  # as nearly always
+        if not header_size:
             return self._places[number]
         if size != whole:
             return None

@@ -189,10 +189,10 @@ class Kind:
             return None
         return tensors if aligned == [layout.alignment for layout in self._layouts] else None
 
-    def packet(self, tensors: list[Any]) -> Packet:
-        """Return these tensors as a packet of this kind, which has nothing else."""
+    def beside_leaves(self) -> tuple[Any, ...]:
+        """Return what packets of this kind are made of beside their leaves."""
         header = self._header
-        return Packet(tensors, None, header.differentiable, header.repeats, header.overlaps)
+        return header.spec, header.differentiable, header.repeats, header.overlaps
 
 
 def _memory(address: int, size: int) -> Any:
@@ -210,22 +210,23 @@ class Place:
         address: Where it begins.
     """
 
-    __slots__ = ("_address", "_kind", "_tensors")
+    __slots__ = ("_address", "_kind", "_others", "_tensors")
 
     def __init__(self, kind: Kind, address: int) -> None:
         self._kind = kind
         self._address = address
         self._tensors = kind.plain_tensors(address)
+        self._others = kind.beside_leaves()
 
     def in_place(self) -> Packet | None:
         """Return the packet that lies there now, where it lies; None if it has to be rebuilt."""
-        return None if self._tensors is None else self._kind.packet([*self._tensors])
+        return None if self._tensors is None else Packet([*self._tensors], *self._others)
 
     def copy(self) -> Packet:
         """Return a copy of the packet that lies there now."""
         if self._tensors is None:
             return self._kind.rebuild(self._address)
-        return self._kind.packet([*map(_clone, self._tensors)])
+        return Packet([*map(_clone, self._tensors)], *self._others)
 
 
 _clone = Tensor.clone

@@ -58,7 +58,6 @@ class ProcessGroupTransport(ProcessTransport):
     """
 
     name = "gloo"
-    reads_later = True
 
     def __init__(self, member: Member) -> None:
         self.member = member

@@ -18,12 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from stageline.running.slabs import Slab, nameless_file
-from stageline.running.transports.barriers import (
-    KEEPS_ORDER,
-    fence,
-    fence_all,
-    fenced_by_others,
-)
+from stageline.running.transports.barriers import KEEPS_ORDER, fence, fence_others
 
 CAPACITY = 256  # records
 _PLACE = 64  # bytes of a record
@@ -41,7 +36,9 @@ class Ring:
         bell: The file to listen to while asleep.
     """
 
-    def __init__(self, file: int, bell: int, their_bell: int, sleeps: int, others: int) -> None:
+    def __init__(
+        self, file: int, bell: int, their_bell: int, sleeps: int, others: int, fences: bool
+    ) -> None:
         self.bell = bell
         self._their_bell = their_bell
         self._memory = Slab(file, _SIZE)
@@ -49,7 +46,7 @@ class Ring:
         whole = memoryview((ctypes.c_char * _SIZE).from_address(self._memory.address))
         self._records = whole.cast("B")
         self._words = self._records[:_FIRST].cast("Q")
-        self._fences = not fenced_by_others()
+        self._fences = fences
         self._sleeps = sleeps
         self._others = others
         for end in (bell, their_bell):
@@ -58,7 +55,9 @@ class Ring:
     def lie_down(self) -> None:
         """Say that this side sleeps; look for news once more before doing so."""
         self._words[self._sleeps] = 1
-        fence_all()
+        fence()
+        if not self._fences:
+            fence_others()
 
     def get_up(self) -> bool:
         """Say that this side is awake; return whether the other side still is there."""
@@ -80,9 +79,15 @@ class Ring:
 
 
 class Writer(Ring):
-    """The side that writes; it makes the ring. No more than ``CAPACITY`` records may be unread."""
+    """The side that writes; it makes the ring. No more than ``CAPACITY`` records may be unread.
 
-    def __init__(self, layout: struct.Struct) -> None:
+    Args:
+        layout: Of a record.
+        fences: Whether each side fences itself at every record, and not the other when it goes to
+            sleep; both sides must do the same.
+    """
+
+    def __init__(self, layout: struct.Struct, *, fences: bool = True) -> None:
         assert layout.size <= _PLACE
         opened = [nameless_file(_SIZE)]
         try:
@@ -93,7 +98,7 @@ class Writer(Ring):
                 os.close(each)
             raise
         file, theirs, their_bell, bell, theirs_too = opened
-        super().__init__(file, bell, their_bell, _WRITER_SLEEPS, _READER_SLEEPS)
+        super().__init__(file, bell, their_bell, _WRITER_SLEEPS, _READER_SLEEPS, fences)
         self._pack = layout.pack_into
         self._written = 0
         self.files = [file, theirs, theirs_too]  # what the other side needs, to be handed over
@@ -119,9 +124,9 @@ class Writer(Ring):
 class Reader(Ring):
     """The side that reads; ``files`` are those that the writer has handed over."""
 
-    def __init__(self, layout: struct.Struct, files: list[int]) -> None:
+    def __init__(self, layout: struct.Struct, files: list[int], *, fences: bool = True) -> None:
         file, bell, their_bell = files
-        super().__init__(file, bell, their_bell, _READER_SLEEPS, _WRITER_SLEEPS)
+        super().__init__(file, bell, their_bell, _READER_SLEEPS, _WRITER_SLEEPS, fences)
         os.close(file)
         self._unpack = layout.unpack_from
         self._read = 0

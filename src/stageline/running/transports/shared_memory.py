@@ -9,6 +9,7 @@ error.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from stageline.errors import PipeError
 from stageline.running.boundary import Packet
@@ -34,6 +35,22 @@ _SLICE = 0.05  # seconds
 __all__ = ["SharedMemoryTransport", "can_share_memory"]
 
 
+_Channel = TypeVar("_Channel")
+
+
+class _Channels(dict[int, _Channel]):
+    """The channels to other ranks, or from them; one is made when it is first asked for."""
+
+    def __init__(self, make: Callable[[int], _Channel]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, rank: int) -> _Channel:
+        channel: _Channel = self._make(rank)
+        self[rank] = channel
+        return channel
+
+
 class SharedMemoryTransport(ProcessTransport):
     """Carries packets between the processes of one host.
 
@@ -42,13 +59,12 @@ class SharedMemoryTransport(ProcessTransport):
     """
 
     name = "shared memory"
-    reads_later = False
 
     def __init__(self, member: Member) -> None:
         self.member = member
         self._generation = 0
-        self._outgoing: dict[int, Outgoing] = {}
-        self._incoming: dict[int, Incoming] = {}
+        self.outgoing = _Channels(self._make_outgoing)
+        self.incoming = _Channels(self._make_incoming)
         self._takes_in = True
 
     def open(self, *, epoch: int, window: int | None) -> Endpoint:
@@ -63,29 +79,20 @@ class SharedMemoryTransport(ProcessTransport):
         Raises:
             OSError: There is not enough shared memory.
         """
-        self._outgoing[target] = Outgoing(
-            self.member, target, self._generation, self._wait_for_room
-        )
+        self.outgoing[target] = Outgoing(self.member, target, self._generation, self._wait_for_room)
 
-    def outgoing(self, target: int) -> Outgoing:
-        channel = self._outgoing.get(target)
-        if channel is None:
-            try:
-                self.prepare(target)
-            except OSError as cause:
-                raise PipeError(
-                    f"rank {self.member.rank} has no shared memory for its channel to rank "
-                    f"{target} ({cause.strerror}): enlarge /dev/shm, or use "
-                    "transport='process-group'"
-                ) from cause
-            channel = self._outgoing[target]
-        return channel
+    def _make_outgoing(self, target: int) -> Outgoing:
+        try:
+            return Outgoing(self.member, target, self._generation, self._wait_for_room)
+        except OSError as cause:
+            raise PipeError(
+                f"rank {self.member.rank} has no shared memory for its channel to rank "
+                f"{target} ({cause.strerror}): enlarge /dev/shm, or use "
+                "transport='process-group'"
+            ) from cause
 
-    def incoming(self, source: int) -> Incoming:
-        channel = self._incoming.get(source)
-        if channel is None:
-            channel = self._incoming[source] = Incoming(self.member, source, self._generation)
-        return channel
+    def _make_incoming(self, source: int) -> Incoming:
+        return Incoming(self.member, source, self._generation)
 
     def _wait_for_room(self, channel: Outgoing, what: str) -> None:
         """Sleep until a receiver has read something; take in, meanwhile, what others send here.
@@ -107,19 +114,19 @@ class SharedMemoryTransport(ProcessTransport):
         if not self._takes_in:
             return []
         for source in self.member.who_posted(channel_key(self._generation)):
-            self.incoming(source)
-        return list(self._incoming.values())
+            self.incoming[source]  # is made
+        return list(self.incoming.values())
 
     def reset(self) -> None:
         """Drop all channels with what is still in them; new ones are made when needed."""
         self._generation += 1
-        for sending in self._outgoing.values():
+        for sending in self.outgoing.values():
             sending.close()
-        for receiving in self._incoming.values():
+        for receiving in self.incoming.values():
             receiving.close()
         self.member.forget_posts(lambda key: generation_of(key) < self._generation)
-        self._outgoing.clear()
-        self._incoming.clear()
+        self.outgoing.clear()
+        self.incoming.clear()
 
     def close(self) -> None:
         self.reset()
@@ -135,9 +142,9 @@ class _SharedMemoryEndpoint(Endpoint):
 
     def send(self, edge: Edge, packet: Packet) -> None:
         transport = self._transport
-        if transport.member.failure is not None:
+        if transport.member.has_failed:
             raise Aborted
-        transport.outgoing(edge.target_rank).send(edge, self._epoch, packet, self._window)
+        transport.outgoing[edge.target_rank].send(edge, self._epoch, packet, self._window)
 
     def receive(self, edge: Edge) -> Receipt:
         return _SharedMemoryReceipt(self._transport, edge, self._epoch)
@@ -152,9 +159,9 @@ class _SharedMemoryReceipt(Receipt):
         self._epoch = epoch
 
     def wait(self) -> Packet:
-        channel = self._transport.incoming(self._edge.source_rank)
-        return channel.wait_for(self._edge, self._epoch)
+        edge = self._edge
+        return self._transport.incoming[edge.source_rank].wait_for(edge, self._epoch)
 
     def read(self, use: Callable[[Packet], None]) -> None:
-        channel = self._transport.incoming(self._edge.source_rank)
-        channel.read(self._edge, self._epoch, use)
+        edge = self._edge
+        self._transport.incoming[edge.source_rank].read(edge, self._epoch, use)
