@@ -90,3 +90,13 @@ def test_a_checksum_that_is_taken_again_sees_every_change(make: Callable[[], Ten
     seen.add(again())
     assert again() == checksum(tensor)
     assert len(seen) == 3
+
+
+def test_a_checksum_that_is_taken_again_sees_that_a_weight_was_turned() -> None:
+    weight = nn.Parameter(torch.arange(9.0).view(3, 3), requires_grad=False)
+    again = Checksum(weight)
+    before = again()
+    weight.data = weight.data.t()  # the same memory
+    assert again() == checksum(weight) != before
+    weight.data = weight.data.t()
+    assert again() == before
