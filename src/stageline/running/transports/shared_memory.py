@@ -1,9 +1,9 @@
 """Ranks are processes of one host; packets travel through memory that both have mapped.
 
 Slabs are made when there is none that fits, so their number is what the schedule has under way at
-once; a sender that is very far ahead waits. Nothing here has a name in the file system. A packet is
-always copied out: a slab that was reused before its backward gave a wrong gradient without an
-error.
+once; a sender that is very far ahead waits. Nothing here has a name in the file system. A packet
+that somebody keeps is copied out: a slab that was reused before its backward gave a wrong gradient
+without an error. Only ``Receipt.read`` sees it where it lies, and the slab is free when it returns.
 """
 
 from __future__ import annotations
