@@ -122,11 +122,10 @@ class _Exchange:
             for tied, gradient, number in added:
                 if number != checksums[tied.name]:
                     faults.append(_differing(tied))
-                parts[tied.name][holder] = gradient
-                if len(tied.ranks) == 2:  # the sum is whole
+                is_pair = len(tied.ranks) == 2
+                parts[tied.name][holder] = gradient if is_pair else _copy(gradient)
+                if is_pair:  # the sum is whole, and made before the part may be gone
                     totals[tied.name] = self._total(tied, parts[tied.name])
-                else:
-                    parts[tied.name][holder] = _copy(gradient)
 
         runner.swap(0, outgoing, {rank: partial(read, rank) for rank in self._added_here})
         for tied in self._ties:
