@@ -356,3 +356,69 @@ def test_a_module_of_which_nobody_knows_is_freed() -> None:
     del model, direct
     gc.collect()
     assert there() is None
+
+
+class Enters(Two):
+    """Each of its methods does something else with what it is given."""
+
+    inner: Any
+
+    def once(self, x: Tensor, y: int = 0) -> Any:
+        return torch.relu(self.one(x)) + y
+
+    def forgets(self, x: Tensor) -> Any:
+        made, x = self.one(x), None  # type: ignore[assignment]  # as recorded code does
+        return made
+
+    def deeper(self, x: Tensor) -> Any:
+        return self.one.weight.sum() + self.inner.one(x)
+
+    def either(self, x: Tensor) -> Any:
+        return self.one(x) if self.training else self.two(x)
+
+    def twice(self, x: Tensor) -> Any:
+        return self.one(x) + x
+
+    def asks(self, x: Tensor) -> Any:
+        return self.one(x) if x.shape[0] else None
+
+    def again(self, x: Tensor) -> Any:
+        return [self.one(x) for _ in range(2)]
+
+    def loops(self, x: Tensor) -> Any:
+        while self.training:
+            self.one(x)
+
+    def later(self, x: Tensor) -> Any:
+        return lambda: self.one(x)
+
+    def changes(self, x: Tensor) -> Any:
+        x += 1
+        return self.one(x)
+
+    def names(self, x: Tensor) -> Any:
+        return self.one(input=x)
+
+    def more(self, x: Tensor) -> Any:
+        return self.one(x, 1)
+
+    def spreads(self, *x: Tensor) -> Any:
+        return self.one(x)
+
+    def others(self, y: Tensor, x: Tensor) -> Any:
+        return self.one(x)
+
+    def elsewhere(self, x: Tensor) -> Any:
+        return torch.relu(x)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [("once", ("one",)), ("forgets", ("one",)), ("deeper", ("inner", "one"))]
+    + [(name, ()) for name in ("either", "twice", "asks", "again", "loops", "later", "changes")]
+    + [(name, ()) for name in ("names", "more", "spreads", "others", "elsewhere")],
+)
+def test_where_all_of_the_first_argument_goes(name: str, path: tuple[str, ...]) -> None:
+    method = read(getattr_static(Enters, name))
+    assert method is not None
+    assert method.entrance == path

@@ -23,6 +23,7 @@ from torch.fx import Graph as FxGraph
 from stageline.capturing.cutting import Cutter, StageCode, named_in
 from stageline.capturing.dependence import attribute_of
 from stageline.capturing.direct.calls import listening
+from stageline.capturing.direct.entrances import Entrance
 from stageline.capturing.inputs import Arguments, ambient_key
 from stageline.capturing.recording import Recording
 from stageline.capturing.stage import TABLES, Parts, StageModule, build
@@ -232,6 +233,11 @@ class VariantStage(Parts):
             return wiring.run(calls.get(wiring.name, wiring.module), values, leaves)
 
         return listening(self, call)
+
+    def entrance(self) -> Entrance | None:
+        """Return the layer that meets a single tensor from the stage before; after ``directly``."""
+        assert self._first is not None
+        return self._wirings()[self._first].entrance
 
     def _wiring(self, value: Any, variant: str | None) -> tuple[Wiring, Sequence[Any]]:
         """Return the recording that a call follows, and what the stage before has returned."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from stageline.capturing.direct.calls import Call, DirectCall
+from stageline.capturing.direct.entrances import Entrance
 from stageline.capturing.regions import end_region
 from stageline.capturing.stage import Parts, StageModule
 from stageline.capturing.values import flatten, unflatten
@@ -57,6 +58,13 @@ class Wiring:
         self._makes_all = len(self.code.makes) == 1 and self._carries == [(0, 0)]
         self._returns_one = variant.recording.output_spec == flatten(0)[1]
         self.direct = DirectCall(module)
+
+    @property
+    def entrance(self) -> Entrance | None:
+        """The layer that meets all of what the stage before has sent, if that is one value."""
+        is_sent = self._only is not None and self._only[0]
+        is_carried = any(source == 1 for source, _ in self._carries)
+        return self.direct.entrance if is_sent and not is_carried else None
 
     def on(self, parts: Parts) -> Wiring:
         """Return the same for a copy of the stage."""

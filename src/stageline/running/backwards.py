@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stageline.running.autocast import autocast_suspended
 from stageline.running.boundary import GradientSlot, Packet, Root
+from stageline.running.early import EarlySlot
 from stageline.running.program import StageProgram
 from stageline.running.split.deferred import Deferred
 from stageline.running.state import Key, StepState
@@ -20,13 +21,15 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def backward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:
-    """B: all gradients of a stage."""
+    """B: all gradients of a stage; ``edge``, where that of the input may leave in the middle."""
     key = (stage, microbatch)
     program = state.programs[stage]
     roots, gradients = _roots(state, program, key)
     slot = state.slots.pop(key, None)
     if slot is not None:
         slot.is_open = True
+        if edge is not None and isinstance(slot, EarlySlot):
+            slot.send = partial(state.endpoint.send, edge)
     if roots:
         differentiate(state, key, roots, gradients)
     _hand_back(state, program, key, slot)
@@ -100,6 +103,10 @@ def _hand_back(
     if program.is_first:
         if slot is not None:
             state.input_gradients[microbatch] = slot.gradients
+        return
+    if isinstance(slot, EarlySlot) and slot.has_left:
+        slot.check()
+        state.returns[key] = None
         return
     returned = Packet([] if slot is None else list(slot.gradients))
     if program.previous_is_local:

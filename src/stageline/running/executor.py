@@ -57,6 +57,7 @@ HANDLERS: dict[Kind, Handler] = {
 # What becomes of an action whose stage and microbatch have an I, or an R, in the same row.
 _IF_SPLIT: dict[Kind, Handler] = {Kind.FORWARD: forward_split, Kind.RECOMPUTE: recompute_split}
 _IF_RECOMPUTED: dict[Kind, Handler] = {Kind.FORWARD: forward_dropped}
+_RECEIVES = (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,22 @@ def bind_actions(actions: Sequence[Action], rank: int, placement: Sequence[int])
         return HANDLERS[action.kind]
 
     steps = tuple(
-        (handler(action), action.stage, action.microbatch, _edge(action, placement))
-        for action in actions
+        (handler(action), action.stage, action.microbatch, _edge(_transfer(actions, i), placement))
+        for i, action in enumerate(actions)
     )
     return BoundRow(rank, tuple(actions), steps)
+
+
+def _transfer(actions: Sequence[Action], index: int) -> Action:
+    """Return the transfer that an action makes: B makes its own send if that overtakes no other."""
+    action = actions[index]
+    if action.kind is Kind.BACKWARD:
+        following = range(index + 1, len(actions))
+        later = next((actions[i] for i in following if actions[i].kind not in _RECEIVES), action)
+        is_its_own = (later.stage, later.microbatch) == (action.stage, action.microbatch)
+        if later.kind is Kind.SEND_BACKWARD and is_its_own:
+            return later
+    return action
 
 
 def _edge(action: Action, placement: Sequence[int]) -> Edge | None:

@@ -18,6 +18,7 @@ from stageline.running.boundary import (
     is_dense,
     leave,
 )
+from stageline.running.early import enter_early, pays
 from stageline.running.program import StageProgram
 from stageline.running.split.again import Statistics, is_changed, versions
 from stageline.running.split.deferred import Deferred
@@ -182,8 +183,12 @@ def _entered(
 ) -> Tensor:
     """Let a single tensor into a stage."""
     key = (program.index, microbatch)
-    if mode is None and state.takes_leaf(program) and is_dense(tensor):
-        return enter_leaf(tensor, state.slots, key)
+    if mode is None:
+        entrance = state.entrance(program)
+        if entrance is not None and pays(entrance, tensor) and is_dense(tensor):
+            return enter_early(tensor, entrance, state.slots, key)
+        if state.takes_leaf(program) and is_dense(tensor):
+            return enter_leaf(tensor, state.slots, key)
     return enter_one(tensor, state.slots, key)
 
 

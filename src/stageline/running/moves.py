@@ -13,7 +13,9 @@ def send_forward(state: StepState, stage: int, microbatch: int, edge: Edge | Non
 
 def send_backward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:
     assert edge is not None
-    state.endpoint.send(edge, state.returns.pop((stage, microbatch)))
+    packet = state.returns.pop((stage, microbatch))
+    if packet is not None:  # else it has left in the middle of B
+        state.endpoint.send(edge, packet)
 
 
 def receive_forward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:

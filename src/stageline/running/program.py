@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stageline import torch_private as trees
 from stageline.capturing.direct.calls import Call, DirectCall
+from stageline.capturing.direct.entrances import Entrance
 from stageline.capturing.staged import VariantStage
 from stageline.running.boundary import Packet
 from stageline.torch_private import is_bare
@@ -72,6 +73,20 @@ class StageProgram:
         if type(self.module) is VariantStage and is_bare(self.module):
             return self.module.directly()
         return self._direct.now()
+
+    def entrance(self) -> Entrance | None:
+        """Return the layer that meets all of what the stage before has sent; after ``directly``.
+
+        None where it is not known, or where somebody listens, or its weight is frozen.
+        """
+        found = self._direct.entrance
+        if type(self.module) is VariantStage and is_bare(self.module):
+            found = self.module.entrance()
+        if found is None or not is_bare(found.layer):
+            return None
+        weight = found.layer.weight
+        is_usual = type(weight) is nn.Parameter and weight.is_floating_point()
+        return found if is_usual and weight.requires_grad else None
 
     @cached_property
     def _direct(self) -> DirectCall:

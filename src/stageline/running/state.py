@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.capturing.direct.calls import Call
+from stageline.capturing.direct.entrances import Entrance
 from stageline.running.boundary import GradientSlot, Packet, Root
 from stageline.running.foreign import ForeignParameters
 from stageline.running.loss import Losses, LossRule
@@ -34,7 +35,8 @@ class StepState:
         roots: Where the gradients of the outputs of (stage, microbatch) enter its graph.
         slots: Where the gradients of the inputs of (stage, microbatch) will lie.
         gradients: Gradients on their way to the outputs of (stage, microbatch).
-        returns: Gradients of the inputs of (stage, microbatch) that wait for their send.
+        returns: Gradients of the inputs of (stage, microbatch) that wait for their send; None where
+            one has left already.
         deferred: What I of (stage, microbatch) leaves for W.
         again: Inputs of (stage, microbatch) that R will need.
         input_gradients: Gradients of the model's arguments, for each microbatch, where asked for.
@@ -75,7 +77,7 @@ class StepState:
         self.roots: dict[Key, list[Root]] = {}
         self.slots: dict[Key, GradientSlot] = {}
         self.gradients: dict[Key, Receipt] = {}
-        self.returns: dict[Key, Packet] = {}
+        self.returns: dict[Key, Packet | None] = {}
         self.deferred: dict[Key, Deferred] = {}
         self.again = Inputs()
         self.input_gradients: dict[int, Sequence[Tensor | None]] = {}
@@ -88,6 +90,7 @@ class StepState:
         self._leaves: dict[int, dict[int, nn.Parameter]] = {}
         self._takes_leaf: dict[int, bool] = {}
         self._calls: dict[int, Call] = {}
+        self._entrances: dict[int, Entrance | None] = {}
 
     def share(self, weight: float, like: Tensor) -> Tensor:
         """Return a weight as root gradient of a loss; microbatches of one size have one."""
@@ -120,9 +123,22 @@ class StepState:
         """
         known = self._takes_leaf.get(program.index)
         if known is None:
-            keeps_it = not self.autocast and saved_tensor_hooks() is None
-            known = self._takes_leaf[program.index] = keeps_it and program.takes_leaf()
+            known = self._takes_leaf[program.index] = self._keeps_input and program.takes_leaf()
         return known
+
+    def entrance(self, program: StageProgram) -> Entrance | None:
+        """Return where to meet the input of a stage, for its gradient to leave early; or None."""
+        index = program.index
+        if index not in self._entrances:
+            is_direct = self.call_of(program) is not program.module
+            can_be_met = is_direct and self._keeps_input and not program.previous_is_local
+            self._entrances[index] = program.entrance() if can_be_met else None
+        return self._entrances[index]
+
+    @property
+    def _keeps_input(self) -> bool:
+        """Whether a first layer keeps for its backward just what it is given."""
+        return not self.autocast and saved_tensor_hooks() is None
 
     def take(self, table: dict[Key, Receipt], program: StageProgram, key: Key) -> Packet:
         """Wait for a packet that a table promises, and count for how long if somebody observes."""

@@ -15,9 +15,11 @@ from typing import Any
 
 from torch import nn
 
+from stageline.capturing.direct.entrances import Entrance
 from stageline.capturing.direct.layers import (
     LAYERS,
     are_as_known,
+    entering,
     is_as_known,
     methods_of,
     sequential,
@@ -43,7 +45,12 @@ class DirectCall:
         >>> direct = DirectCall(nn.Sequential(nn.Flatten(), nn.Linear(4, 4)))
         >>> direct.now()(torch.ones(1, 2, 2)).shape
         torch.Size([1, 4])
+
+    Attributes:
+        entrance: The layer that meets all of the input, where that is known of what was made last.
     """
+
+    entrance: Entrance | None
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -55,6 +62,7 @@ class DirectCall:
 
     def _forget(self) -> None:
         self._call: Call | None = None
+        self.entrance = None
         self._used: list[nn.Module] = []
         self._kinds: list[type[nn.Module]] = []
         self._seen: list[Any] = []
@@ -70,7 +78,8 @@ class DirectCall:
         seen = _look(self._used, self._kinds)
         if self._call is None or not _are_same(seen, self._seen):
             maker = _Maker()
-            self._call = listening(self._module, maker.direct(self._module))
+            self._call = listening(self._module, maker.direct(self._module, enters=True))
+            self.entrance = maker.entrance
             self._used, self._kinds = maker.used, list(set(map(type, maker.used)))
             self._seen = _look(self._used, self._kinds)
         return self._call
@@ -121,40 +130,55 @@ def _has_plain_attributes(module: nn.Module) -> bool:
 
 
 class _Maker:
-    """Makes calls direct, and notes which modules it has used for them."""
+    """Makes calls direct, and notes which modules it has used for them, and where input enters."""
 
     def __init__(self) -> None:
         self.used: list[nn.Module] = []
+        self.entrance: Entrance | None = None
         self._open: set[int] = set()  # modules whose calls are being made: one may hold itself
 
-    def direct(self, module: nn.Module) -> Call:
-        """Return what does the same as a call of a module: itself, where nothing is known of it."""
+    def direct(self, module: nn.Module, *, enters: bool = False) -> Call:
+        """Return what does the same as a call of a module: itself, where nothing is known of it.
+
+        Args:
+            module: What is called.
+            enters: Whether all of the input goes into it, as its first argument.
+        """
         own, kind = vars(module), type(module)
         if id(module) in self._open or "forward" in own or own.get(COMPILED_CALL) is not None:
             return module
         if isinstance(module, StageModule):
-            return self._rewritten(module, module.code)
+            return self._rewritten(module, module.code, enters=enters)
         if not is_called_plainly(module) or CALL in own:
             return module
         if kind in _TAKE_ONE:
-            return self._known(module) if is_as_known(module) else module
-        return module if kind.__module__.startswith("torch.") else self._rewritten(module)
+            return self._known(module, enters=enters) if is_as_known(module) else module
+        if kind.__module__.startswith("torch."):
+            return module
+        return self._rewritten(module, enters=enters)
 
-    def _known(self, module: nn.Module) -> Call:
+    def _known(self, module: nn.Module, *, enters: bool) -> Call:
         self.used.append(module)
+        if enters and type(module) is nn.Linear:
+            self.entrance = Entrance(module)
+            return entering(module, self.entrance)
         if type(module) is not nn.Sequential:
             return LAYERS[type(module)](module)
         layers = [layer for layer in module._modules.values() if layer is not None]
-        return sequential(module, [(layer, self.direct(layer)) for layer in layers])
+        calls = [self.direct(layer, enters=enters and not i) for i, layer in enumerate(layers)]
+        return sequential(module, list(zip(layers, calls, strict=True)))
 
-    def _rewritten(self, module: nn.Module, source: str | None = None) -> Call:
+    def _rewritten(self, module: nn.Module, source: str | None = None, *, enters: bool) -> Call:
         forward = getattr_static(type(module), "forward")
         method = read(forward, source) if type(forward) is FunctionType else None
         if method is None:
             return module
         self.used.append(module)
         self._open.add(id(module))
-        found = {path: self._layer(module, path) for path in method.paths}
+        found = {
+            path: self._layer(module, path, enters=enters and path == method.entrance)
+            for path in method.paths
+        }
         self._open.remove(id(module))
         layers = {path: layer for path, layer in found.items() if layer is not None}
         try:
@@ -162,7 +186,7 @@ class _Maker:
         except RecursionError:  # an expression too deep to be copied
             return module
 
-    def _layer(self, module: nn.Module, path: Path) -> Layer | None:
+    def _layer(self, module: nn.Module, path: Path, *, enters: bool) -> Layer | None:
         """Return what a path leads to, if it leads through modules only."""
         holder, (*holders, last) = module, path
         for name in holders:
@@ -174,7 +198,8 @@ class _Maker:
         layer = _held(holder, last)
         if layer is None:
             return None
-        return Layer(self.direct(layer), layer, holder, takes_one=type(layer) in _TAKE_ONE)
+        call = self.direct(layer, enters=enters)
+        return Layer(call, layer, holder, takes_one=type(layer) in _TAKE_ONE)
 
 
 def _held(module: nn.Module, name: str) -> nn.Module | None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import has_torch_function
 
+from stageline.capturing.direct.entrances import Entrance
 from stageline.capturing.streams.tracking import original_call
 from stageline.torch_private import CALL, cudnn_is_enabled, hooks_of
 
@@ -31,6 +32,23 @@ def _linear(module: Any) -> Call:
         except KeyError:  # an attribute by now, as pruning makes it
             return module(input)
         return F.linear(input, weight, bias)
+
+    return call
+
+
+def entering(module: Any, entrance: Entrance) -> Call:
+    """Return the function of an ``nn.Linear`` that meets the input of a stage."""
+    parameters, linear = module._parameters, _linear(module)
+
+    def call(input: Any) -> Any:
+        guest = entrance.met(input)
+        if guest is None:
+            return linear(input)
+        try:
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:
+            return module(input)
+        return guest.meet(weight, bias)
 
     return call
 

@@ -133,6 +133,7 @@ class Method:
 
     Attributes:
         paths: What it calls of ``self``.
+        entrance: What it calls with its first argument, if nothing else ever happens to that.
     """
 
     def __init__(self, definition: ast.FunctionDef) -> None:
@@ -142,6 +143,7 @@ class Method:
         calls = [node for node in ast.walk(definition) if isinstance(node, ast.Call)]
         found = [_path(call.func, self._itself) for call in calls]
         self.paths = tuple(dict.fromkeys(path for path in found if path))
+        self.entrance = _entrance(definition, self._itself)
 
     def keeps_itself(self) -> bool:
         """Whether ``self`` means the module everywhere, and nothing that is called is set."""
@@ -270,6 +272,37 @@ def _path(callee: ast.expr, itself: str) -> Path:
                 return ()
         path.insert(0, name)
         callee = holder
+
+
+_AGAIN = (
+    *(ast.For, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda),
+)
+
+
+def _entrance(definition: ast.FunctionDef, itself: str) -> Path:
+    """Return what is called with the first argument after ``self``; nothing if more is done to it.
+
+    A place in the code that may run again, or later, counts twice.
+    """
+    if len(_arguments(definition)) < 2:
+        return ()
+    name = _arguments(definition)[1].arg
+    found: list[Path] = []
+    num_reads = 0
+    left: list[tuple[ast.AST, int]] = [(node, 1) for node in definition.body]
+    while left:
+        node, times = left.pop()
+        match node:
+            case ast.Name(id=read, ctx=ast.Load()) if read == name:
+                num_reads += times
+            case ast.AugAssign(target=ast.Name(id=changed)) if changed == name:
+                num_reads += 2
+            case ast.Call(args=[ast.Name(id=given)], keywords=[]) if given == name:
+                found.append(_path(node.func, itself))
+        times = 2 if isinstance(node, _AGAIN) else times
+        left.extend((inner, times) for inner in ast.iter_child_nodes(node))
+    return found[0] if found and num_reads == 1 else ()
 
 
 def _without_what_is_evaluated_around(definition: ast.FunctionDef) -> None:

@@ -8,12 +8,12 @@
 Promises of every transport:
 
 1. ``send`` does not wait for the receiver, except where a window bounds what is under way.
-2. Sends and receives between two ranks are issued in one order at both ends (``order_transfers``);
-   a transport may rely on it and need not look for a match.
+2. What travels from one rank to another is issued in one order at both ends (``order_transfers``);
+   a transport may rely on it and need not look for a match. It may not rely on how the two
+   directions are mixed: a gradient may leave in the middle of B, and pass a receive in its row.
 3. What arrives equals what was sent: values, dtype, shape and strides.
 4. A wait ends: with the packet, with ``Aborted`` when another rank failed, or with an error that
-names
-   the edge.
+   names the edge.
 """
 
 from __future__ import annotations
