@@ -31,6 +31,14 @@ class Child:
     answers: IO[str]
     handle: int  # of the process: a number could pass to another one
 
+    def stop(self) -> None:
+        """Let none of its threads run."""
+        signal.pidfd_send_signal(self.handle, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let them run again."""
+        signal.pidfd_send_signal(self.handle, signal.SIGCONT)
+
     def close(self) -> None:
         """Let it end, or end it."""
         self.commands.close()

@@ -15,8 +15,8 @@ import select
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,11 @@ class Group:
 
     def turn(self) -> tuple[dict[str, float], float]:
         """Let it run its steps; return the seconds of one by name, and its CPU time."""
+        self._let(Child.go_on)
         for child in self._children:
             child.commands.write(json.dumps({"steps": self.case.steps}) + "\n")
         answers = self.said()
+        self.rest()
         cpu = sum(answer["cpu"] for answer in answers)
         if self.entry.is_limit:
             ranks = [rank for answer in answers for rank in answer["ranks"]]
@@ -89,7 +91,22 @@ class Group:
         # Ranks begin and end at different times; how long a step takes is the same for all.
         return {self.entry.name: statistics.fmean(answer["seconds"] for answer in answers)}, cpu
 
+    def rest(self) -> None:
+        """Stop it until its next turn.
+
+        gloo has a thread that wakes up a hundred times a second, in every process, also while
+        others race. Ours sleep, and would take a process that was stopped for a dead one.
+        """
+        if not self.entry.is_ours:
+            self._let(Child.stop)
+
+    def _let(self, do: Callable[[Child], None]) -> None:
+        for child in self._children:
+            with suppress(ProcessLookupError):  # it has died, as its answer will show
+                do(child)
+
     def close(self) -> None:
+        self._let(Child.go_on)
         for child in self._children:
             child.close()
 
@@ -176,6 +193,7 @@ def _started(
             stack.callback(group.close)
             answers = group.said()
             _note(entry, answers, expected, outcome)
+            group.rest()
         except Failed as failure:
             outcome.failures[entry.name] = str(failure)
             print(f"  {entry.name}: {failure}", file=sys.stderr, flush=True)
