@@ -54,7 +54,11 @@ def input_gradient(state: StepState, stage: int, microbatch: int, edge: Edge | N
 def weight_gradient(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:
     """W: the gradients of the parameters that have waited."""
     key = (stage, microbatch)
-    _differentiate(state, key, state.deferred.pop(key).run)
+    deferred = state.deferred.pop(key)
+    if state.streams is None and not state.autocast:
+        deferred.run()
+    else:
+        _differentiate(state, key, deferred.run)
 
 
 def differentiate(

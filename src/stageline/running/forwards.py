@@ -19,6 +19,7 @@ from stageline.running.boundary import (
     leave,
 )
 from stageline.running.early import enter_early, pays
+from stageline.running.loss import LossRule
 from stageline.running.program import StageProgram
 from stageline.running.split.again import Statistics, is_changed, versions
 from stageline.running.split.deferred import Deferred
@@ -111,8 +112,7 @@ def _run_split(
     given = [*_arguments(state, program, microbatch), *([] if arrived is None else arrived.leaves)]
     seen = versions(given)
     try:
-        with Splitting(leaves, deferred) as mode:
-            return _run(state, program, microbatch, arrived, mode)
+        return _run(state, program, microbatch, arrived, Splitting(leaves, deferred))
     except Differentiates:
         leave_whole(program.module)
     if is_changed(seen):
@@ -187,8 +187,8 @@ def _entered(
         entrance = state.entrance(program)
         if entrance is not None and pays(entrance, tensor) and is_dense(tensor):
             return enter_early(tensor, entrance, state.slots, key)
-        if state.takes_leaf(program) and is_dense(tensor):
-            return enter_leaf(tensor, state.slots, key)
+    if state.takes_leaf(program) and is_dense(tensor):
+        return enter_leaf(tensor, state.slots, key)
     return enter_one(tensor, state.slots, key)
 
 
@@ -200,7 +200,13 @@ def call_stage(
     mode: Splitting | None = None,
 ) -> Any:
     """Call a stage with what the stage before returned."""
-    run = state.call_of(program) if mode is None else program.module
+    if mode is not None:
+        with mode:  # around the user's code alone: it asks about every look at a tensor
+            return _called(state, program, microbatch, program.module, value)
+    return _called(state, program, microbatch, state.call_of(program), value)
+
+
+def _called(state: StepState, program: StageProgram, microbatch: int, run: Call, value: Any) -> Any:
     if state.streams is None:
         if state.chosen:
             return _call_recorded(state, program, microbatch, run, value)
@@ -216,8 +222,20 @@ def call_first(
     state: StepState, program: StageProgram, microbatch: int, mode: Splitting | None = None
 ) -> Any:
     """Call the first stage with the arguments of the model."""
-    run = state.call_of(program) if mode is None else program.module
     inputs = _model_inputs(state, microbatch)
+    if mode is not None:
+        with mode:
+            return _called_first(state, program, microbatch, program.module, inputs)
+    return _called_first(state, program, microbatch, state.call_of(program), inputs)
+
+
+def _called_first(
+    state: StepState,
+    program: StageProgram,
+    microbatch: int,
+    run: Call,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+) -> Any:
     if state.streams is None:
         if state.chosen:
             return _call_recorded(state, program, microbatch, run, None, inputs)
@@ -295,13 +313,12 @@ def weighed_loss(
     target = state.microbatches.target(microbatch)
     if not program.is_on_cpu:
         target = program.localise(target)
-    if state.streams is None:
-        loss = rule.loss(output, target)
-    else:
-        with state.streams.loss(microbatch):
-            loss = rule.loss(output, target)
     if mode is not None:
+        with mode:
+            loss = _loss(state, rule, microbatch, output, target)
         loss = mode.held(loss)
+    else:
+        loss = _loss(state, rule, microbatch, output, target)
     if state.builds_graph and not loss.requires_grad:
         raise RuntimeError(
             "the loss depends on no parameter that requires a gradient: unfreeze one, or call "
@@ -312,6 +329,13 @@ def weighed_loss(
     if state.keeps_outputs:
         state.outputs[microbatch] = leave(output, program.buffers)[0]
     return loss, weight
+
+
+def _loss(state: StepState, rule: LossRule, microbatch: int, output: Any, target: Any) -> Tensor:
+    if state.streams is None:
+        return rule.loss(output, target)
+    with state.streams.loss(microbatch):
+        return rule.loss(output, target)
 
 
 def _prepare_backward(
