@@ -20,7 +20,7 @@ from stageline.running.early import EarlySlot
 from stageline.running.transports import memory
 from stageline.running.transports.base import Edge
 from stageline.scheduling import Schedule
-from stageline.testing import RankPool, plain_step
+from stageline.testing import OrderedTransport, RankPool, plain_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -371,6 +371,19 @@ def test_a_send_that_fails_in_the_middle_of_b(
     assert len(left) == 1
     pipe.step(x, target=y)
     assert len(left) == 1 + COUNT
+
+
+def test_a_channel_with_one_order_for_both_directions_gets_it_in_its_turn(
+    left: list[Tensor],
+) -> None:
+    stages = [nn.Linear(6, 6), Doubled(), Doubled()]
+    plain = nn.Sequential(*copy.deepcopy(stages))
+    pipe = of_stages(*stages, transport=OrderedTransport())
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    plain_step(plain, x, target=y, num_microbatches=COUNT, loss_fn=F.mse_loss)
+    pipe.step(x, target=y)
+    check_gradients(plain, pipe)
+    assert not left
 
 
 class Failing(nn.Module):

@@ -29,7 +29,7 @@ def backward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -
     if slot is not None:
         slot.is_open = True
         if edge is not None and isinstance(slot, EarlySlot):
-            slot.send = partial(state.endpoint.send, edge)
+            slot.leave_by(state.endpoint, edge)
     if roots:
         differentiate(state, key, roots, gradients)
     _hand_back(state, program, key, slot)

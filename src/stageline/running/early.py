@@ -13,6 +13,7 @@ are added, and its hooks called, as in the plain model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 
 from stageline.capturing.direct.entrances import Entrance
 from stageline.running.boundary import GradientSlot, Packet, foreign_backward
+from stageline.running.transports.base import Edge, Endpoint
 from stageline.torch_private import applier
 
 LEAST_WORK = 1 << 23
@@ -42,16 +44,15 @@ class EarlySlot:
 
     Attributes:
         tensor: The value, as a leaf: were it used anywhere else, that would show in its gradient.
-        send: Called with the gradient as soon as it is there; None if it is to wait here.
-        has_left: Whether that has happened.
+        has_left: Whether the gradient was sent.
     """
 
-    __slots__ = ("__weakref__", "_gradient", "_is_met", "_is_open", "has_left", "send", "tensor")
+    __slots__ = ("__weakref__", "_gradient", "_is_met", "_is_open", "_send", "has_left", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor.requires_grad_()
         self.has_left = self._is_open = self._is_met = False
-        self.send: Callable[[Packet], None] | None = None
+        self._send: Callable[[Packet], None] | None = None
         self._gradient: Tensor | None = None
 
     @property
@@ -89,14 +90,19 @@ class EarlySlot:
         met: Tensor = _meet(made, self, [weight])
         return met
 
+    def leave_by(self, endpoint: Endpoint, edge: Edge) -> None:
+        """Let the gradient leave as soon as it is there, if it may go before its turn."""
+        if endpoint.directions_are_apart:
+            self._send = partial(endpoint.send, edge)
+
     def take(self, gradient: Tensor) -> None:
         """Send the gradient of the input, or keep it."""
         if not self._is_open:
             raise foreign_backward()
-        if self.send is None:
+        if self._send is None:
             self._gradient = gradient
         else:
-            self.send(Packet([gradient]))
+            self._send(Packet([gradient]))
             self.has_left = True
 
 

@@ -117,6 +117,8 @@ def _told(operation: _Operation) -> str:
 
 
 class _OrderedEndpoint(Endpoint):
+    directions_are_apart = False
+
     def __init__(self, exchange: _OrderedExchange, rank: int) -> None:
         self._exchange = exchange
         self._rank = rank

@@ -8,9 +8,9 @@
 Promises of every transport:
 
 1. ``send`` does not wait for the receiver, except where a window bounds what is under way.
-2. What travels from one rank to another is issued in one order at both ends (``order_transfers``);
-   a transport may rely on it and need not look for a match. It may not rely on how the two
-   directions are mixed: a gradient may leave in the middle of B, and pass a receive in its row.
+2. Sends and receives between two ranks are issued in one order at both ends (``order_transfers``);
+   a transport may rely on it and need not look for a match. Only where it says so, by
+   ``directions_are_apart``, a send may pass a receive (and never another send).
 3. What arrives equals what was sent: values, dtype, shape and strides.
 4. A wait ends: with the packet, with ``Aborted`` when another rank failed, or with an error that
    names the edge.
@@ -65,7 +65,14 @@ class Receipt(Protocol):
 
 
 class Endpoint(ABC):
-    """One rank's side of a transport during one step."""
+    """One rank's side of a transport during one step.
+
+    Attributes:
+        directions_are_apart: Whether what comes and what goes have an order of their own each, so
+            that a gradient may leave in the middle of B, ahead of a receive in its row.
+    """
+
+    directions_are_apart = True
 
     @abstractmethod
     def send(self, edge: Edge, packet: Packet) -> None:
