@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import stageline as sl
 from stageline.capturing.direct.entrances import Entrance
 from stageline.running import early, forwards
 from stageline.running.early import EarlySlot
+from stageline.running.program import StageProgram
 from stageline.running.transports import memory
 from stageline.running.transports.base import Edge
 from stageline.scheduling import Schedule
@@ -33,10 +35,11 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     seen: list[Tensor] = []
     take = EarlySlot.take
 
-    def noted(slot: EarlySlot, gradient: Tensor) -> None:
-        take(slot, gradient)
-        if slot.has_left:
+    def noted(slot: EarlySlot, gradient: Tensor) -> bool:
+        has_left = take(slot, gradient)
+        if has_left:
             seen.append(gradient)
+        return has_left
 
     monkeypatch.setattr(EarlySlot, "take", noted)
     monkeypatch.setattr(early, "LEAST_WORK", 1)
@@ -386,6 +389,132 @@ def test_a_channel_with_one_order_for_both_directions_gets_it_in_its_turn(
     assert not left
 
 
+class Swapped(Doubled):
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.tanh(self.first(x))
+        self.first.weight.data = self.first.weight.data * 0.9
+        return made
+
+
+def test_what_the_data_of_its_weight_is_set_to_later_does_not_matter(left: list[Tensor]) -> None:
+    """A Parameter that is saved as it is shows its new data in B: gradients were silently wrong."""
+    check_bits(nn.Linear(6, 6), Swapped())
+    assert len(left) == 2 * COUNT
+
+
+@pytest.mark.parametrize(
+    "listen",
+    [
+        lambda block: block.register_forward_pre_hook(lambda _, given: given[0].clamp_(-1, 1)),
+        lambda block: block.register_full_backward_hook(
+            lambda _, gradients, __: (gradients[0].t().contiguous().t(),)
+        ),
+    ],
+    ids=["works in place", "another layout"],
+)
+def test_a_listener_between_the_stage_and_its_first_layer(
+    listen: Callable[[nn.Module], object], left: list[Tensor]
+) -> None:
+    """The input was a leaf, which may not be changed and brings gradients into its own layout."""
+    stages = [nn.Linear(6, 6), nn.Sequential(Doubled(), nn.Tanh())]
+    plain, pipe = nn.Sequential(*copy.deepcopy(stages)), of_stages(*stages)
+    listen(plain.get_submodule("1.0"))
+    listen(pipe._engine.programs[1].module.get_submodule("0"))
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    plain_step(plain, x, target=y, num_microbatches=COUNT, loss_fn=F.mse_loss)
+    pipe.step(x, target=y)
+    check_gradients(plain, pipe)
+    assert not left
+
+
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_a_loss_that_asks_for_the_gradient_of_the_weight(
+    create_graph: bool, left: list[Tensor]
+) -> None:
+    """It was told that a gradient had reached the input, which nobody had asked for."""
+    stages = [nn.Linear(6, 6), Doubled()]
+    plain, pipe = nn.Sequential(*copy.deepcopy(stages)), of_stages(*stages)
+
+    def penalised(weight: nn.Parameter) -> Callable[[Tensor, Tensor], Tensor]:
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            (found,) = torch.autograd.grad(
+                output.square().mean(), weight, retain_graph=True, create_graph=create_graph
+            )
+            return F.mse_loss(output, target) + found.square().sum()
+
+        return loss
+
+    weights = [dict(each.named_parameters())["1.first.weight"] for each in (plain, pipe)]
+    ours = sl.Pipeline.from_stages(
+        [pipe._engine.programs[index].module for index in range(2)],
+        num_microbatches=COUNT,
+        loss_fn=penalised(weights[1]),
+    )
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    plain_step(plain, x, target=y, num_microbatches=COUNT, loss_fn=penalised(weights[0]))
+    in_threads(ours).step(x, target=y)
+    check_gradients(plain, ours)
+    assert not left
+
+
+def ask(made: Tensor, layer: nn.Linear, _: Tensor) -> None:
+    """Take another gradient, on the way of the one that comes here."""
+    with torch.enable_grad():
+        torch.autograd.grad(made.sum(), layer.weight, retain_graph=True)
+
+
+class Asking(Doubled):
+    draws_nothing = True  # what else it does, nobody reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.first(x).sin()
+        output = made.cos()
+        if output.requires_grad:
+            output.register_hook(partial(ask, made, self.first))
+        return output
+
+
+def test_a_stage_that_only_promises_is_left_alone(left: list[Tensor]) -> None:
+    """A backward inside of B came to the first layer before B did, and its gradient was sent."""
+    check_bits(nn.Linear(6, 6), Asking())
+    assert not left
+
+
+def test_a_gradient_that_is_asked_for_in_b_is_not_the_one_that_leaves(
+    left: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StageProgram, "_promises", False)
+    check_bits(nn.Linear(6, 6), Asking())
+    assert len(left) == 2 * COUNT
+
+
+class Keeping(Doubled):
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.first(x)
+        KEPT.append(made.sin())
+        return made
+
+
+def test_a_graph_that_somebody_keeps_holds_no_channel(
+    left: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[weakref.ref[Any]] = []
+    make = memory._MemoryEndpoint.__init__
+
+    def noted(endpoint: Any, *given: Any) -> None:
+        make(endpoint, *given)
+        opened.append(weakref.ref(endpoint))
+
+    monkeypatch.setattr(memory._MemoryEndpoint, "__init__", noted)
+    pipe = of_stages(nn.Linear(6, 6), Keeping())
+    pipe.step(torch.randn(8, 6), target=torch.randn(8, 6))
+    gc.collect()
+    assert len(KEPT) == len(left) == COUNT
+    assert opened
+    assert not any(endpoint() for endpoint in opened)
+    KEPT.clear()
+
+
 class Failing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         raise ValueError("no")
@@ -397,8 +526,8 @@ def test_a_failed_step_keeps_nothing_that_was_on_its_way(
     made: list[weakref.ref[EarlySlot]] = []
     enter = early.EarlySlot.__init__
 
-    def noted(slot: EarlySlot, tensor: Tensor) -> None:
-        enter(slot, tensor)
+    def noted(slot: EarlySlot, *given: Any) -> None:
+        enter(slot, *given)
         made.append(weakref.ref(slot))
 
     monkeypatch.setattr(early.EarlySlot, "__init__", noted)
@@ -449,10 +578,11 @@ def _two_steps(rank: int, transport: str) -> dict[str, Tensor | None]:
     counted = 0
     take = EarlySlot.take
 
-    def noted(slot: EarlySlot, gradient: Tensor) -> None:
+    def noted(slot: EarlySlot, gradient: Tensor) -> bool:
         nonlocal counted
-        take(slot, gradient)
-        counted += slot.has_left
+        has_left = take(slot, gradient)
+        counted += has_left
+        return has_left
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EarlySlot, "take", noted)

@@ -108,10 +108,11 @@ def _hand_back(
         if slot is not None:
             state.input_gradients[microbatch] = slot.gradients
         return
-    if isinstance(slot, EarlySlot) and slot.has_left:
-        slot.check()
-        state.returns[key] = None
-        return
+    if isinstance(slot, EarlySlot):
+        slot.close()
+        if slot.has_left:
+            state.returns[key] = None
+            return
     returned = Packet([] if slot is None else list(slot.gradients))
     if program.previous_is_local:
         state.gradients[stage - 1, microbatch] = returned

@@ -7,7 +7,8 @@ Autograd makes both in one operation and hands on neither before it has both. So
 stage's input goes into an ``nn.Linear`` (``capturing.direct.entrances``), that layer is built in
 two parts: one that knows only its weights, and behind it a function that makes the input's gradient
 and sends it. Both are in one graph and run in one backward, where the parts of a weight's gradient
-are added, and its hooks called, as in the plain model.
+are added, and its hooks called, as in the plain model. What is not differentiable in two parts is a
+gradient of a gradient, so a stage takes part only if its code, and that of the loss, was read.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stageline.capturing.direct.entrances import Entrance
-from stageline.running.boundary import GradientSlot, Packet, foreign_backward
+from stageline.running.boundary import GradientSlot, Packet, enter_one
 from stageline.running.transports.base import Edge, Endpoint
-from stageline.torch_private import applier
+from stageline.torch_private import applier, engine_will_run
 
 LEAST_WORK = 1 << 23
 """Multiplications in the first layer from which it pays. A core makes so many in 0.2 ms; with the
@@ -43,51 +45,38 @@ class EarlySlot:
     """The slot of a value whose gradient may leave in the middle of B.
 
     Attributes:
-        tensor: The value, as a leaf: were it used anywhere else, that would show in its gradient.
-        has_left: Whether the gradient was sent.
+        tensor: The value, for as long as somebody else has it.
+        has_left: Whether its gradient was sent.
     """
 
-    __slots__ = ("__weakref__", "_gradient", "_is_met", "_is_open", "_send", "has_left", "tensor")
+    __slots__ = ("__weakref__", "_entered", "_send", "has_left", "tensor")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.requires_grad_()
-        self.has_left = self._is_open = self._is_met = False
+    def __init__(self, tensor: Tensor, entered: GradientSlot) -> None:
+        self.tensor = ref(tensor)
+        self.has_left = False
+        self._entered = entered
         self._send: Callable[[Packet], None] | None = None
-        self._gradient: Tensor | None = None
 
     @property
     def is_open(self) -> bool:
-        return self._is_open
+        return self._entered.is_open
 
     @is_open.setter
     def is_open(self, value: bool) -> None:
-        if self.tensor.grad is not None:
-            raise foreign_backward()
-        self._is_open = value
+        self._entered.is_open = value
 
     @property
     def gradients(self) -> tuple[Tensor | None, ...]:
-        if not self._is_met:  # the layer was called as ever, and there a leaf is exact
-            return (self.tensor.grad,)
-        self.check()
-        return (self._gradient,)
+        return self._entered.gradients
 
-    def check(self) -> None:
-        """Raise if the value was used where it was not met."""
-        if self._is_met and self.tensor.grad is not None:
-            raise RuntimeError(
-                "the input of a stage was used in a second place, which its code does not show: "
-                "set STAGELINE_DIRECT_CALLS=0 and report this, please"
-            )
-
-    def meet(self, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
-        """Do what the layer does; let the gradient of its input come here."""
-        made = F.linear(self.tensor.detach(), weight, bias)
-        # Not where the stage has entered autocast by itself, or frozen the layer a moment ago.
-        if not made.requires_grad or made.dtype is not weight.dtype:
-            return F.linear(self.tensor, weight, bias)
-        self._is_met = True
-        met: Tensor = _meet(made, self, [weight])
+    def meet(self, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+        """Do what the layer does; let the gradient of its input come here first."""
+        is_usual = torch.is_grad_enabled() and weight.requires_grad
+        # A stage may also have entered autocast by itself, where weights are others than these.
+        if not is_usual or torch.is_autocast_enabled(input.device.type):
+            return F.linear(input, weight, bias)
+        made = F.linear(input.detach(), weight, bias)
+        met: Tensor = _meet(input, made, self, [weight])
         return met
 
     def leave_by(self, endpoint: Endpoint, edge: Edge) -> None:
@@ -95,15 +84,30 @@ class EarlySlot:
         if endpoint.directions_are_apart:
             self._send = partial(endpoint.send, edge)
 
-    def take(self, gradient: Tensor) -> None:
-        """Send the gradient of the input, or keep it."""
-        if not self._is_open:
-            raise foreign_backward()
-        if self._send is None:
-            self._gradient = gradient
-        else:
-            self._send(Packet([gradient]))
+    def is_asked_for(self) -> bool:
+        """Whether the backward that runs now wants the gradient of the value, among others."""
+        return engine_will_run(self._entered)  # type: ignore[arg-type]  # it is a node, too
+
+    def take(self, gradient: Tensor) -> bool:
+        """Send the gradient, if it may leave; return whether it has left."""
+        send, self._send = self._send, None
+        if send is not None:
+            send(Packet([gradient]))
             self.has_left = True
+        return send is not None
+
+    def close(self) -> None:
+        """End the backward of the stage.
+
+        Raises:
+            RuntimeError: Another part of the gradient has come after it had left.
+        """
+        self._send = None
+        if self.has_left and self._entered.gradients[0] is not None:
+            raise RuntimeError(
+                "the input of a stage was used in a second place, which its code does not show: "
+                "set STAGELINE_DIRECT_CALLS=0 and report this, please"
+            )
 
 
 class _Meet(torch.autograd.Function):
@@ -113,19 +117,29 @@ class _Meet(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, made: Tensor, slot: EarlySlot, weight: list[Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, made: Tensor, slot: EarlySlot, weight: list[Tensor]
+    ) -> Tensor:
         ctx.slot = slot
-        ctx.save_for_backward(*weight)
+        # As torch's own operation saves it: what ``weight.data`` is set to later does not matter.
+        ctx.save_for_backward(weight[0].t())
         ctx.set_materialize_grads(False)
         return made.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        if gradient is not None:
-            (weight,) = ctx.saved_tensors
-            ctx.slot.take(_input_gradient(gradient, weight))
-        return gradient, None, None
+        slot: EarlySlot = ctx.slot
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a gradient that is itself to be differentiated goes through the first layer of a "
+                "stage, which is built in two parts: set STAGELINE_DIRECT_CALLS=0"
+            )
+        if gradient is None or not slot.is_asked_for():
+            return None, gradient, None, None
+        (transposed,) = ctx.saved_tensors
+        for_input = _input_gradient(gradient, transposed.t())
+        return None if slot.take(for_input) else for_input, gradient, None, None
 
 
 _meet = applier(_Meet)
@@ -142,7 +156,8 @@ def _input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
 def enter_early(
     tensor: Tensor, entrance: Entrance, slots: dict[Any, GradientSlot], key: Any
 ) -> Tensor:
-    """Let a value into a stage that will meet it at its entrance."""
-    slot = slots[key] = EarlySlot(tensor)
+    """Let a value into a stage that will meet it at its entrance; if it does not, as any other."""
+    entered = enter_one(tensor, slots, key)
+    slot = slots[key] = EarlySlot(entered, slots[key])
     entrance.expect(slot)
-    return slot.tensor
+    return entered

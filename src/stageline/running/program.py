@@ -18,6 +18,7 @@ from stageline.capturing.direct.calls import Call, DirectCall
 from stageline.capturing.direct.entrances import Entrance
 from stageline.capturing.staged import VariantStage
 from stageline.running.boundary import Packet
+from stageline.running.streams.candidates import PROMISE
 from stageline.torch_private import is_bare
 
 
@@ -77,8 +78,11 @@ class StageProgram:
     def entrance(self) -> Entrance | None:
         """Return the layer that meets all of what the stage before has sent; after ``directly``.
 
-        None where it is not known, or where somebody listens, or its weight is frozen.
+        None where it is not known, or where somebody listens, or its weight is frozen; or where the
+        code of the stage may be anything that a class has promised (``draws_nothing``).
         """
+        if self._promises:
+            return None
         found = self._direct.entrance
         if type(self.module) is VariantStage and is_bare(self.module):
             found = self.module.entrance()
@@ -87,6 +91,10 @@ class StageProgram:
         weight = found.layer.weight
         is_usual = type(weight) is nn.Parameter and weight.is_floating_point()
         return found if is_usual and weight.requires_grad else None
+
+    @cached_property
+    def _promises(self) -> bool:
+        return any(getattr(type(module), PROMISE, False) for module in self.module.modules())
 
     @cached_property
     def _direct(self) -> DirectCall:

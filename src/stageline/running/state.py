@@ -131,8 +131,10 @@ class StepState:
         index = program.index
         if index not in self._entrances:
             is_direct = self.call_of(program) is not program.module
-            can_be_met = is_direct and self._keeps_input and not program.previous_is_local
-            self._entrances[index] = program.entrance() if can_be_met else None
+            is_read = self.streams is None or not program.is_last  # also the loss
+            can_be_met = is_direct and is_read and not program.previous_is_local
+            found = program.entrance() if can_be_met and self._keeps_input else None
+            self._entrances[index] = found
         return self._entrances[index]
 
     @property

@@ -21,9 +21,9 @@ class Guest(Protocol):
         tensor: The input.
     """
 
-    tensor: Tensor
+    tensor: ReferenceType[Tensor]
 
-    def meet(self, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+    def meet(self, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
         """Return what the layer makes of it."""
 
 
@@ -47,7 +47,7 @@ class Entrance:
         if self._guest is None:
             return None
         guest = self._guest()
-        if guest is None or guest.tensor is not input:
+        if guest is None or guest.tensor() is not input:
             return None
         self._guest = None
         return guest

@@ -48,7 +48,7 @@ def entering(module: Any, entrance: Entrance) -> Call:
             weight, bias = parameters["weight"], parameters["bias"]
         except KeyError:
             return module(input)
-        return guest.meet(weight, bias)
+        return guest.meet(input, weight, bias)
 
     return call
 
