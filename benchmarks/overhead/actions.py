@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import pipelining
 from torch.nn import functional as F
 
@@ -27,7 +28,7 @@ from benchmarks.tools.pages import table
 from benchmarks.tools.ranks import Ranks
 from stageline.observing.recorder import Recorder
 from stageline.testing import plain_step
-from stageline.torch_private import run_backward
+from stageline.torch_private import gradients_of, run_backward
 
 MICROBATCHES = 64
 SECONDS = 0.1  # of a turn; at least one step
@@ -136,6 +137,39 @@ def by_hand(stages: Stages) -> Callable[[], Tensor]:
     return step
 
 
+def by_hand_in_halves(stages: Stages) -> Callable[[], Tensor]:
+    """The same with two backwards for a stage: to its input, and to its weights."""
+    modules, (x, y) = list(stages.model()), batch()
+    weights = [tuple(module.parameters()) for module in modules]
+    parts = list(zip(x.split(1), y.split(1), strict=True))
+    share = torch.tensor(1 / MICROBATCHES)
+
+    def step() -> Tensor:
+        total = torch.zeros(())
+        for value, target in parts:
+            entered, left = [], []
+            for module in modules:
+                value = value.detach().requires_grad_()
+                entered.append(value)
+                value = module(value)
+                left.append(value)
+            left[-1] = F.mse_loss(value, target)
+            total += left[-1].detach() * share
+            gradient: Tensor | None = share
+            for inputs, output, parameters in zip(
+                entered[:0:-1], left[:0:-1], weights[:0:-1], strict=True
+            ):
+                assert gradient is not None
+                (before,) = gradients_of(get_gradient_edge(output), gradient, [inputs])
+                run_backward([output], [gradient], parameters)
+                gradient = before
+            assert gradient is not None
+            run_backward([left[0]], [gradient])
+        return total
+
+    return step
+
+
 def ours(
     stages: Stages,
     *,
@@ -215,6 +249,7 @@ EVERYBODY = [
     alone("one rank again (A/A)", FOUR),
     alone("one rank in a thread", FOUR, in_threads=True),
     alone("one rank in a thread, events kept", FOUR, observed=True),
+    Contestant(f"by hand, I and W, {FOUR}", FOUR, 1, 1, by_hand_in_halves, 3),
     alone("one rank in a thread, zb-h1", FOUR, 3, schedule="zb-h1", in_threads=True),
     *loops(MINE),
     alone("one rank", MINE),
@@ -305,9 +340,8 @@ def text(result: Result) -> str:
     for each in EVERYBODY:
         wall = statistics.median(result.wall[each.name]) * each.workers / each.actions
         cpu = statistics.median(result.cpu[each.name]) / each.actions
-        over = [
-            _beyond(result, each, f"{what}, {each.stages}") for what in ("plain loop", "by hand")
-        ]
+        by_hand = "by hand" if each.kinds == 2 else "by hand, I and W"
+        over = [_beyond(result, each, f"{loop}, {each.stages}") for loop in ("plain loop", by_hand)]
         rows.append([each.name, *(f"{1e6 * value:.1f}" for value in (wall, cpu, *over))])
     rounds = len(next(iter(result.wall.values())))
     return f"{table(head, rows)}\n\nMedians of {rounds} rounds, {MICROBATCHES} microbatches."
