@@ -112,6 +112,17 @@ def plain(stages: Stages) -> Callable[[], Tensor]:
     return step
 
 
+def _in_stages(modules: Sequence[nn.Module], value: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Run modules, each with a graph of its own; return what has entered and what has left them."""
+    entered, left = [], []
+    for module in modules:
+        value = value.detach().requires_grad_()
+        entered.append(value)
+        value = module(value)
+        left.append(value)
+    return entered, left
+
+
 def by_hand(stages: Stages) -> Callable[[], Tensor]:
     """A graph per stage, and nothing else that a pipeline would do."""
     modules, (x, y) = list(stages.model()), batch()
@@ -121,16 +132,12 @@ def by_hand(stages: Stages) -> Callable[[], Tensor]:
     def step() -> Tensor:
         total = torch.zeros(())
         for value, target in parts:
-            entered, left = [], []
-            for module in modules:
-                value = value.detach().requires_grad_()
-                entered.append(value)
-                value = module(value)
-                left.append(value)
-            loss = F.mse_loss(value, target)
+            entered, left = _in_stages(modules, value)
+            loss = F.mse_loss(left[-1], target)
             total += loss.detach() * share
             run_backward([loss], [share])
             for inputs, output in zip(entered[:0:-1], left[-2::-1], strict=True):
+                assert inputs.grad is not None
                 run_backward([output], [inputs.grad])
         return total
 
@@ -147,13 +154,8 @@ def by_hand_in_halves(stages: Stages) -> Callable[[], Tensor]:
     def step() -> Tensor:
         total = torch.zeros(())
         for value, target in parts:
-            entered, left = [], []
-            for module in modules:
-                value = value.detach().requires_grad_()
-                entered.append(value)
-                value = module(value)
-                left.append(value)
-            left[-1] = F.mse_loss(value, target)
+            entered, left = _in_stages(modules, value)
+            left[-1] = F.mse_loss(left[-1], target)
             total += left[-1].detach() * share
             gradient: Tensor | None = share
             for inputs, output, parameters in zip(
