@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import stageline as sl
-from stageline.running.workers import WorkerPool
+from stageline.running.workers import WorkerPool, _Outcomes
 
 PROLOGUE = """
 import threading, time, torch, stageline as sl
@@ -114,8 +114,11 @@ def test_an_exception_at_top_level_ends_the_script(tmp_path: Path) -> None:
     assert done.stderr.strip().endswith("ValueError: mine")
 
 
+# Who starts the tests in the background of a shell hands down that SIGINT is ignored, and Python
+# leaves it at that: no interrupt would come.
 INTERRUPTED = """
 import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 class Slow(nn.Linear):
     calls = 0
     def forward(self, x):
@@ -197,6 +200,27 @@ def test_jobs_run_at_the_same_time() -> None:
         assert a.wait(10)
 
     assert pool.run([first, second], on_failure=lambda: None) == []
+    pool.close()
+
+
+def test_an_interrupt_just_after_a_job_has_ended_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It used to take the outcome along, and the caller waited for one that never came."""
+    pool = WorkerPool(2)
+    wait, interrupts = _Outcomes.wait, [KeyboardInterrupt()]
+
+    def interrupted(outcomes: _Outcomes) -> None:
+        wait(outcomes)
+        if interrupts:
+            raise interrupts.pop()
+
+    monkeypatch.setattr(_Outcomes, "wait", interrupted)
+    told: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        pool.run([lambda: None, lambda: None], on_failure=lambda: told.append("stop"))
+    assert told == ["stop"]
+    assert pool.run([lambda: None, lambda: None], on_failure=lambda: None) == []
     pool.close()
 
 

@@ -14,8 +14,32 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 Job = Callable[[], None]
-_Outcome = BaseException | None
-_Task = tuple[Job, "SimpleQueue[_Outcome]"] | None  # None: go home
+_Task = tuple[Job, "_Outcomes"] | None  # None: go home
+
+
+class _Outcomes:
+    """What jobs have come to, the earliest first.
+
+    Attributes:
+        raised: What each of those that have ended has raised, or None.
+    """
+
+    __slots__ = ("_ended", "raised")
+
+    def __init__(self) -> None:
+        self.raised: list[BaseException | None] = []
+        self._ended: SimpleQueue[None] = SimpleQueue()
+
+    def add(self, raised: BaseException | None) -> None:
+        self.raised.append(raised)
+        self._ended.put(None)
+
+    def wait(self) -> None:
+        """Wait for another one.
+
+        Who is interrupted when one has just come has not lost it: it is in the list.
+        """
+        self._ended.get()
 
 
 class WorkerPool:
@@ -56,7 +80,7 @@ class WorkerPool:
         stop. An interrupt of the caller counts as one; it is raised again when all jobs have
         stopped. A second interrupt does not wait for them.
         """
-        outcomes: SimpleQueue[_Outcome] = SimpleQueue()
+        outcomes = _Outcomes()
         try:
             for tasks, job in zip(self._tasks, jobs, strict=True):
                 tasks.put((job, outcomes))
@@ -67,28 +91,26 @@ class WorkerPool:
         return self._collect(len(jobs), outcomes, on_failure)
 
     def _collect(
-        self, pending: int, outcomes: SimpleQueue[_Outcome], on_failure: Callable[[], None]
+        self, count: int, outcomes: _Outcomes, on_failure: Callable[[], None]
     ) -> list[BaseException]:
-        failures: list[BaseException] = []
         interrupt: BaseException | None = None
-        while pending:
+        is_told = False
+        while len(outcomes.raised) < count:
             try:
-                failure = outcomes.get()
-            except BaseException as caught:  # an interrupt: get() itself raises nothing
+                outcomes.wait()
+            except BaseException as caught:  # an interrupt
                 on_failure()
                 if interrupt is not None:
                     self.close()
                     raise
                 interrupt = caught
                 continue
-            pending -= 1
-            if failure is not None:
-                if not failures:
-                    on_failure()
-                failures.append(failure)
+            if not is_told and any(outcomes.raised):
+                on_failure()
+                is_told = True
         if interrupt is not None:
             raise interrupt
-        return failures
+        return [each for each in outcomes.raised if each is not None]
 
 
 def _work(tasks: SimpleQueue[_Task]) -> None:
@@ -101,7 +123,7 @@ def _work(tasks: SimpleQueue[_Task]) -> None:
             failure = caught
         # Nothing of this step may stay alive while the thread sleeps.
         del task, job
-        outcomes.put(failure)
+        outcomes.add(failure)
         del outcomes, failure
 
 
