@@ -23,6 +23,9 @@ from hypothesis import settings
 # when torch is first used, here and in every process that a test starts.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+# Stages of tests are small, and would be left whole where a schedule splits their backward.
+os.environ.setdefault("STAGELINE_SPLIT_ALL", "1")
+
 from tests.fixtures import four_ranks, one_thread, two_ranks  # noqa: F401  # used by name
 
 # A deadline in seconds fails on a busy machine and says nothing about the code.

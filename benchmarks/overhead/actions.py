@@ -256,6 +256,8 @@ EVERYBODY = [
     *loops(MINE),
     alone("one rank", MINE),
     alone("one rank in a thread", MINE, in_threads=True),
+    Contestant(f"by hand, I and W, {MINE}", MINE, 1, 1, by_hand_in_halves, 3),
+    alone("one rank in a thread, zb-h1", MINE, 3, schedule="zb-h1", in_threads=True),
     *loops(TWO),
     Contestant("two ranks, in turn", TWO, 1, 2, partial(ours, ranks=2, transport="memory")),
     Contestant(

@@ -242,9 +242,16 @@ def test_where_more_happens_to_the_input_its_gradient_waits(
     assert not left
 
 
-@pytest.mark.parametrize("shape", [(4, 6), (8, 1)], ids=["one row", "one column"])
+@pytest.mark.parametrize("shape", [(4, 6), (8, 1), (4, 1)], ids=["row", "column", "number"])
+def test_single_rows_and_columns(shape: tuple[int, int], left: list[Tensor]) -> None:
+    width = shape[-1]
+    check_bits(nn.Linear(width, width), nn.Linear(width, 3), x=torch.randn(shape))
+    assert len(left) == 2 * COUNT
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 6), (8, 3, 1)], ids=["row", "column"])
 def test_where_torch_may_lay_it_out_in_another_way_the_gradient_waits(
-    shape: tuple[int, int], left: list[Tensor]
+    shape: tuple[int, ...], left: list[Tensor]
 ) -> None:
     width = shape[-1]
     check_bits(nn.Linear(width, width), nn.Linear(width, 3), x=torch.randn(shape))

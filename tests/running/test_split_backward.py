@@ -297,6 +297,11 @@ def test_an_input_that_is_changed_in_place_is_kept_for_forward_again() -> None:
     assert _differences(stages, recomputed(zb_h1(3, MICROBATCHES))) == []
 
 
+class _Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
 def test_only_the_user_s_own_code_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten looks of ours at tensors used to be asked about in every F, a fifth of its time."""
     asked: list[Any] = []
@@ -308,10 +313,8 @@ def test_only_the_user_s_own_code_is_followed(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Splitting, "__torch_function__", noted)
     x, y = _batch()
-    _pipe([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], zb_h1(2, MICROBATCHES)).step(
-        x, target=y
-    )
-    assert (
-        asked.count(F.linear) == MICROBATCHES
-    )  # the second stage; nobody waits for I of the first
-    assert {getattr(func, "__name__", "") for func in asked} <= {"linear", "mse_loss", "dim"}
+    stages = [nn.Linear(WIDTH, WIDTH), _Doubled(WIDTH, WIDTH)]
+    _pipe(stages, zb_h1(2, MICROBATCHES)).step(x, target=y)
+    # The second stage; nobody waits for I of the first. The loss is one of torch's.
+    seen = [getattr(func, "__name__", "") for func in asked]
+    assert seen == ["linear", "mul"] * MICROBATCHES

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from stageline.capturing.direct.entrances import Entrance
 from stageline.running.boundary import GradientSlot, Packet, enter_one
+from stageline.running.linear import Layout, input_gradient, layout_of
 from stageline.running.transports.base import Edge, Endpoint
 from stageline.torch_private import applier, engine_will_run
 
@@ -34,11 +35,7 @@ fourth part of it, and all caches cold, the function here took longer than was g
 
 def pays(entrance: Entrance, tensor: Tensor) -> bool:
     """Whether the weights of a first layer take longer than it costs to let them wait."""
-    if tensor.numel() * entrance.layer.out_features < LEAST_WORK:
-        return False
-    # The gradient of a single row, or of a single column, may be laid out in another way.
-    columns = tensor.shape[-1]
-    return 1 < columns < tensor.numel()
+    return tensor.numel() * entrance.layer.out_features >= LEAST_WORK
 
 
 class EarlySlot:
@@ -71,12 +68,13 @@ class EarlySlot:
 
     def meet(self, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
         """Do what the layer does; let the gradient of its input come here first."""
+        layout = layout_of(input)
         is_usual = torch.is_grad_enabled() and weight.requires_grad
         # A stage may also have entered autocast by itself, where weights are others than these.
-        if not is_usual or torch.is_autocast_enabled(input.device.type):
+        if layout is None or not is_usual or torch.is_autocast_enabled(input.device.type):
             return F.linear(input, weight, bias)
         made = F.linear(input.detach(), weight, bias)
-        met: Tensor = _meet(input, made, self, [weight])
+        met: Tensor = _meet(input, made, self, [weight], layout)
         return met
 
     def leave_by(self, endpoint: Endpoint, edge: Edge) -> None:
@@ -118,9 +116,15 @@ class _Meet(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, made: Tensor, slot: EarlySlot, weight: list[Tensor]
+        ctx: Any,
+        input: Tensor,
+        made: Tensor,
+        slot: EarlySlot,
+        weight: list[Tensor],
+        layout: Layout,
     ) -> Tensor:
         ctx.slot = slot
+        ctx.layout = layout
         # As torch's own operation saves it: what ``weight.data`` is set to later does not matter.
         ctx.save_for_backward(weight[0].t())
         ctx.set_materialize_grads(False)
@@ -136,21 +140,13 @@ class _Meet(torch.autograd.Function):
                 "stage, which is built in two parts: set STAGELINE_DIRECT_CALLS=0"
             )
         if gradient is None or not slot.is_asked_for():
-            return None, gradient, None, None
+            return None, gradient, None, None, None
         (transposed,) = ctx.saved_tensors
-        for_input = _input_gradient(gradient, transposed.t())
-        return None if slot.take(for_input) else for_input, gradient, None, None
+        for_input = input_gradient(gradient, transposed.t(), ctx.layout)
+        return None if slot.take(for_input) else for_input, gradient, None, None, None
 
 
 _meet = applier(_Meet)
-
-
-def _input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient of a layer's input, of several rows, by the operations that torch has."""
-    if gradient.dim() == 2:
-        return gradient.mm(weight)
-    rows = gradient.reshape(-1, gradient.shape[-1]).mm(weight)
-    return rows.view(*gradient.shape[:-1], weight.shape[1])
 
 
 def enter_early(

@@ -84,6 +84,20 @@ class BoundRow:
             latest[action.kind, action.stage] = action.microbatch
         return True
 
+    @cached_property
+    def gradients_ascend(self) -> bool:
+        """Whether every stage makes its gradients from the first microbatch to the last.
+
+        W does not count: it may be done with I.
+        """
+        latest: dict[int, int] = {}
+        for action in self.actions:
+            if action.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+                if action.microbatch < latest.get(action.stage, -1):
+                    return False
+                latest[action.stage] = action.microbatch
+        return True
+
 
 def bind(schedule: Schedule, rank: int) -> BoundRow:
     """Look up the handlers of a rank's row; the schedule must carry its transfers."""
@@ -138,6 +152,7 @@ def _edge(action: Action, placement: Sequence[int]) -> Edge | None:
 def run_row(row: BoundRow, state: StepState, observer: Observer | None = None) -> None:
     """Run all actions of a rank; an exception is wrapped once, with what only this loop knows."""
     state.autocast = autocast_devices()
+    state.may_stay_whole = row.gradients_ascend
     try:
         if observer is None:
             for position, (handler, stage, microbatch, edge) in enumerate(row.steps):

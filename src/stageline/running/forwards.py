@@ -102,17 +102,35 @@ def _hand_on(
 def _run_split(
     state: StepState, program: StageProgram, microbatch: int, arrived: Packet | None
 ) -> Packet | None:
-    """Run a stage and build bridges into its graph, unless nobody waits for I."""
+    """Run a stage and build bridges into its graph, unless nobody waits for I, or it is small."""
+    key = (program.index, microbatch)
+    deferred = state.deferred[key] = Deferred()
+    if not _needs_gradient(state, program, arrived):
+        return _run(state, program, microbatch, arrived)
+    given = _arguments(state, program, microbatch) if arrived is None else arrived.leaves
+    if not state.splits(program, given):
+        return _run(state, program, microbatch, arrived)
+    known = state.known_layers(program)
+    if known is None or not _loss_is_known(state, program):
+        return _run_followed(state, program, microbatch, arrived)
+    known.splitting.begin(state.leaves(program.index), deferred)
+    try:
+        return _run(state, program, microbatch, arrived, known.splitting)
+    finally:
+        known.splitting.end()
+
+
+def _run_followed(
+    state: StepState, program: StageProgram, microbatch: int, arrived: Packet | None
+) -> Packet | None:
+    """Run a stage of which nothing is known; if it differentiates, once more without bridges."""
     key = (program.index, microbatch)
     leaves = state.leaves(program.index)
-    deferred = state.deferred[key] = Deferred()
-    if not leaves or not _needs_gradient(state, program, arrived):
-        return _run(state, program, microbatch, arrived)
     statistics = Statistics(program)
     given = [*_arguments(state, program, microbatch), *([] if arrived is None else arrived.leaves)]
     seen = versions(given)
     try:
-        return _run(state, program, microbatch, arrived, Splitting(leaves, deferred))
+        return _run(state, program, microbatch, arrived, Splitting(leaves, state.deferred[key]))
     except Differentiates:
         leave_whole(program.module)
     if is_changed(seen):
@@ -121,9 +139,14 @@ def _run_split(
             "cannot begin again without bridges: use a schedule with B for it"
         )
     state.deferred[key] = Deferred()
-    leaves.clear()
+    state.stays_whole(program)
     statistics.put_back()
     return _run(state, program, microbatch, arrived)
+
+
+def _loss_is_known(state: StepState, program: StageProgram) -> bool:
+    rule = state.loss_rule
+    return not program.is_last or rule is None or rule.is_known()
 
 
 def _needs_gradient(state: StepState, program: StageProgram, arrived: Packet | None) -> bool:
@@ -160,8 +183,6 @@ def _run(
         output = call_stage(state, program, microbatch, several.value, mode)
         several.check()
         del several
-    if mode is not None:
-        output = mode.held(output)
     if program.is_last:
         finish(state, program, microbatch, output, mode)
         return None
@@ -200,10 +221,14 @@ def call_stage(
     mode: Splitting | None = None,
 ) -> Any:
     """Call a stage with what the stage before returned."""
-    if mode is not None:
-        with mode:  # around the user's code alone: it asks about every look at a tensor
-            return _called(state, program, microbatch, program.module, value)
-    return _called(state, program, microbatch, state.call_of(program), value)
+    if mode is None:
+        return _called(state, program, microbatch, state.call_of(program), value)
+    known = state.known_layers(program)
+    if known is not None and mode is known.splitting:
+        return program.call(known.call, value)
+    with mode:  # around the user's code alone: it asks about every look at a tensor
+        made = _called(state, program, microbatch, program.module, value)
+    return mode.held(made)
 
 
 def _called(state: StepState, program: StageProgram, microbatch: int, run: Call, value: Any) -> Any:
@@ -223,10 +248,14 @@ def call_first(
 ) -> Any:
     """Call the first stage with the arguments of the model."""
     inputs = _model_inputs(state, microbatch)
-    if mode is not None:
-        with mode:
-            return _called_first(state, program, microbatch, program.module, inputs)
-    return _called_first(state, program, microbatch, state.call_of(program), inputs)
+    if mode is None:
+        return _called_first(state, program, microbatch, state.call_of(program), inputs)
+    known = state.known_layers(program)
+    if known is not None and mode is known.splitting:
+        return program.call_first(known.call, *inputs)
+    with mode:
+        made = _called_first(state, program, microbatch, program.module, inputs)
+    return mode.held(made)
 
 
 def _called_first(
@@ -313,12 +342,12 @@ def weighed_loss(
     target = state.microbatches.target(microbatch)
     if not program.is_on_cpu:
         target = program.localise(target)
-    if mode is not None:
+    if mode is None or rule.is_known():
+        loss = _loss(state, rule, microbatch, output, target)
+    else:
         with mode:
             loss = _loss(state, rule, microbatch, output, target)
         loss = mode.held(loss)
-    else:
-        loss = _loss(state, rule, microbatch, output, target)
     if state.builds_graph and not loss.requires_grad:
         raise RuntimeError(
             "the loss depends on no parameter that requires a gradient: unfreeze one, or call "

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from stageline.running.microbatches import LossReduction, Microbatches
+from stageline.torch_private import is_bare
 
 LossFunction = Callable[[Any, Any], Tensor]
 REDUCTIONS = ("mean", "sum")
 _ONE = (1,)
+_IN_NUMPY = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,22 @@ class LossRule:
             raise TypeError(f"{what} must be a tensor with one element, got {got}: {way_out}")
         return loss
 
+    def is_known(self) -> bool:
+        """Whether it is a loss of torch's, which reaches no weight and differentiates nothing.
+
+        Example:
+            >>> LossRule(nn.CrossEntropyLoss(), "mean").is_known()
+            True
+            >>> LossRule(lambda output, target: output.sum(), "mean").is_known()
+            False
+        """
+        function: Any = self.function
+        if not isinstance(function, nn.Module):
+            return function is None or getattr(F, _name(function), None) is function
+        tensors = (*function.parameters(), *function.buffers())
+        is_torchs = type(function).__module__ == nn.MSELoss.__module__ and is_bare(function)
+        return is_torchs and not any(tensor.requires_grad for tensor in tensors)
+
     def weight(self, microbatches: Microbatches, index: int) -> float:
         """Return what one microbatch weighs in the loss of the batch."""
         if self.reduction == "mean":
@@ -48,6 +67,10 @@ class LossRule:
             return 1.0
         assert callable(self.reduction)
         return float(self.reduction(microbatches.part(index), microbatches.whole))
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", ""))
 
 
 class Losses:
@@ -81,23 +104,28 @@ class Losses:
 
     def total(self) -> Tensor:
         """Add up the weighed losses, first microbatch first, as a plain loop would."""
-        parts = self._weighed_numbers() if self._numbers else self._tensors
-        total = torch.zeros_like(parts[0])
-        for index in range(len(parts)):
-            total += parts[index]
-        return total.reshape(self._shape) if self._numbers else total
-
-    def _weighed_numbers(self) -> Mapping[int, Tensor]:
-        kept = self._numbers
+        if not self._numbers:
+            return _added(self._tensors)
+        kept = [self._numbers[index] for index in range(len(self._numbers))]
         _, weight, dtype = kept[0]
-        if weight and all(each[1:] == (weight, dtype) for each in kept.values()):
-            values = [kept[index][0] for index in range(len(kept))]
-            weighed = torch.tensor(values, dtype=dtype, device="cpu") * weight
-            return dict(enumerate(weighed.unbind()))
-        return {
+        is_even = bool(weight) and all(each[1:] == (weight, dtype) for each in kept)
+        if is_even and dtype in _IN_NUMPY:
+            # One call for all; numpy's running sum is made of one addition after the other.
+            weighed = torch.tensor([value for value, *_ in kept], dtype=dtype, device="cpu")
+            weighed = weighed.mul_(weight)
+            return torch.from_numpy(weighed.numpy().cumsum()[-1:]).reshape(self._shape)
+        parts = {
             index: _weighed(torch.tensor(value, dtype=dtype, device="cpu"), weight)
-            for index, (value, weight, dtype) in kept.items()
+            for index, (value, weight, dtype) in enumerate(kept)
         }
+        return _added(parts).reshape(self._shape)
+
+
+def _added(parts: Mapping[int, Tensor]) -> Tensor:
+    total = torch.zeros_like(parts[0])
+    for index in range(len(parts)):
+        total += parts[index]
+    return total
 
 
 def _weighed(loss: Tensor, weight: float) -> Tensor:

@@ -18,6 +18,7 @@ from stageline.capturing.direct.calls import Call, DirectCall
 from stageline.capturing.direct.entrances import Entrance
 from stageline.capturing.staged import VariantStage
 from stageline.running.boundary import Packet
+from stageline.running.split.layers import KnownLayers
 from stageline.running.streams.candidates import PROMISE
 from stageline.torch_private import is_bare
 
@@ -69,11 +70,17 @@ class StageProgram:
     def directly(self) -> Call:
         """Return what does the same as a call of the module in less time, for one batch.
 
-        It cannot be followed: not where random streams do, nor where a backward is split.
+        It cannot be followed: not where random streams do, nor where a backward is split, for which
+        there is ``known_layers``.
         """
         if type(self.module) is VariantStage and is_bare(self.module):
             return self.module.directly()
         return self._direct.now()
+
+    @cached_property
+    def known_layers(self) -> KnownLayers:
+        """What calls the stage where its backward is split, if its layers are known."""
+        return KnownLayers(self.module)
 
     def entrance(self) -> Entrance | None:
         """Return the layer that meets all of what the stage before has sent; after ``directly``.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,9 @@ from stageline.running.program import StageProgram
 from stageline.running.recordings import Chosen
 from stageline.running.split.again import Inputs
 from stageline.running.split.deferred import Deferred
+from stageline.running.split.layers import KnownLayers
 from stageline.running.split.mode import splittable_parameters
+from stageline.running.split.worth import is_worth_splitting
 from stageline.running.streams.calls import CallStreams
 from stageline.running.transports.base import Endpoint, Receipt
 from stageline.torch_private import saved_tensor_hooks
@@ -48,6 +51,7 @@ class StepState:
         autocast: The device types for which forward runs under autocast.
         waited: Seconds spent waiting for packets in the current action; None if nobody observes.
         position: Which action of its row the rank is at, for those who wait for it.
+        may_stay_whole: Whether the gradients of weights may as well be made in I.
     """
 
     endpoint: Endpoint
@@ -86,10 +90,13 @@ class StepState:
         self.autocast: list[str] = []
         self.waited: float | None = None
         self.position = 0
+        self.may_stay_whole = False
         self._shares: dict[float, Tensor] = {}
         self._leaves: dict[int, dict[int, nn.Parameter]] = {}
+        self._splits: dict[int, bool] = {}
         self._takes_leaf: dict[int, bool] = {}
         self._calls: dict[int, Call] = {}
+        self._known_layers: dict[int, KnownLayers | None] = {}
         self._entrances: dict[int, Entrance | None] = {}
 
     def share(self, weight: float, like: Tensor) -> Tensor:
@@ -106,14 +113,50 @@ class StepState:
             known = self._leaves[stage] = splittable_parameters(self.programs[stage].module)
         return known
 
+    def splits(self, program: StageProgram, given: Iterable[Any]) -> bool:
+        """Whether gradients of a stage wait for W; asked in its first F, and so for the whole step.
+
+        Args:
+            program: The stage.
+            given: What goes into it.
+        """
+        known = self._splits.get(program.index)
+        if known is None:
+            parameters = self.leaves(program.index).values()
+            is_worth = not self.may_stay_whole or is_worth_splitting(
+                parameters,
+                given,
+                num_stages=program.num_stages,
+                num_microbatches=self.microbatches.count,
+            )
+            known = self._splits[program.index] = bool(parameters) and is_worth
+        return known
+
+    def stays_whole(self, program: StageProgram) -> None:
+        """Let no gradient of a stage wait for W from now on."""
+        self._splits[program.index] = False
+
     def call_of(self, program: StageProgram) -> Call:
         """Return what to call to run a stage; chosen once in a step."""
         known = self._calls.get(program.index)
         if known is None:
-            is_followed = self.streams is not None and self.streams.follows(program.index)
-            known = program.module if is_followed else program.directly()
+            known = program.module if self._is_followed(program) else program.directly()
             self._calls[program.index] = known
         return known
+
+    def known_layers(self, program: StageProgram) -> KnownLayers | None:
+        """Return how to run a stage whose backward is split, if nobody has to follow its calls.
+
+        Asked of it once in a step.
+        """
+        index = program.index
+        if index not in self._known_layers:
+            is_followed = bool(self.chosen) or self._is_followed(program)
+            self._known_layers[index] = None if is_followed else program.known_layers.look()
+        return self._known_layers[index]
+
+    def _is_followed(self, program: StageProgram) -> bool:
+        return self.streams is not None and self.streams.follows(program.index)
 
     def takes_leaf(self, program: StageProgram) -> bool:
         """Whether values may enter a stage as leaves; asked of it once in a step.

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from inspect import getattr_static
 from itertools import chain
 from operator import is_, itemgetter
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from stageline.capturing.direct.entrances import Entrance
 from stageline.capturing.direct.layers import (
@@ -24,11 +24,13 @@ from stageline.capturing.direct.layers import (
     methods_of,
     sequential,
 )
+from stageline.capturing.direct.operations import TORCH, Call, Operations
 from stageline.capturing.direct.rewriting import Layer, Path, read
 from stageline.capturing.stage import StageModule
 from stageline.torch_private import CALL, COMPILED_CALL, MODULE_HOOKS, hooks_of, is_bare
 
-Call = Callable[..., Any]
+__all__ = ["VARIABLE", "Call", "DirectCall", "is_called_plainly", "listening"]
+
 VARIABLE = "STAGELINE_DIRECT_CALLS"
 
 # What a function has taken out of its layer once; torch only changes what is in there.
@@ -48,21 +50,30 @@ class DirectCall:
 
     Attributes:
         entrance: The layer that meets all of the input, where that is known of what was made last.
+        is_known: Whether all is known of what was made last, down to the layers.
+
+    Args:
+        module: What is called.
+        operations: What meets weights.
     """
 
     entrance: Entrance | None
+    is_known: bool
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, operations: Operations = TORCH) -> None:
         self._module = module
+        self._operations = operations
         self._is_wanted = os.environ.get(VARIABLE, "1") != "0"
         self._forget()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return DirectCall, (self._module,)  # a copy of the rest would call the same layers
+        # A copy of the rest would call the same layers.
+        return DirectCall, (self._module, self._operations)
 
     def _forget(self) -> None:
         self._call: Call | None = None
         self.entrance = None
+        self.is_known = False
         self._used: list[nn.Module] = []
         self._kinds: list[type[nn.Module]] = []
         self._seen: list[Any] = []
@@ -74,27 +85,28 @@ class DirectCall:
         """
         if not (self._is_wanted and are_as_known() and is_bare(self._module)):
             self._forget()
-            return self._module
+            return self._operations.whole(self._module)
         seen = _look(self._used, self._kinds)
         if self._call is None or not _are_same(seen, self._seen):
-            maker = _Maker()
-            self._call = listening(self._module, maker.direct(self._module, enters=True))
-            self.entrance = maker.entrance
+            maker = _Maker(self._operations)
+            call = maker.direct(self._module, enters=not self._operations.follows)
+            self._call = listening(self._module, call, self._operations)
+            self.entrance, self.is_known = maker.entrance, maker.knows_all
             self._used, self._kinds = maker.used, list(set(map(type, maker.used)))
             self._seen = _look(self._used, self._kinds)
         return self._call
 
 
-def listening(module: nn.Module, call: Call) -> Call:
+def listening(module: nn.Module, call: Call, operations: Operations = TORCH) -> Call:
     """Return what calls a module as soon as somebody listens to it, and else what is given."""
     hooks, pre_hooks, backward_hooks, backward_pre_hooks = hooks_of(module)
-    takes_one = type(module) in _TAKE_ONE
+    takes_one, whole = type(module) in _TAKE_ONE, operations.whole(module)
 
     def listening(*args: Any, **kwargs: Any) -> Any:
         if hooks or pre_hooks or backward_hooks or backward_pre_hooks:
-            return module(*args, **kwargs)
+            return whole(*args, **kwargs)
         if takes_one and (kwargs or len(args) != 1):
-            return module(*args, **kwargs)  # which says what is wrong
+            return whole(*args, **kwargs)  # which says what is wrong
         return call(*args, **kwargs)
 
     return listening
@@ -129,12 +141,28 @@ def _has_plain_attributes(module: nn.Module) -> bool:
     return all(getattr(type(module), name) is getattr(nn.Module, name) for name in names)
 
 
-class _Maker:
-    """Makes calls direct, and notes which modules it has used for them, and where input enters."""
+def _is_without_weights(module: nn.Module) -> bool:
+    """Whether a module of torch's, whatever it does, does it to its input alone."""
+    if not type(module).__module__.startswith("torch.nn.modules."):
+        return False  # torch.fx and others run code of the user's
+    held = [*module._modules.values(), *module._parameters.values(), *vars(module).values()]
+    return not any(isinstance(each, (nn.Module, Tensor)) for each in held)
 
-    def __init__(self) -> None:
+
+class _Maker:
+    """Makes calls direct, and notes which modules it has used for them, and where input enters.
+
+    Attributes:
+        used: Those modules.
+        entrance: Where all of the input enters, if that is known.
+        knows_all: Whether there is no module of which nothing is known.
+    """
+
+    def __init__(self, operations: Operations) -> None:
         self.used: list[nn.Module] = []
         self.entrance: Entrance | None = None
+        self.knows_all = True
+        self._operations = operations
         self._open: set[int] = set()  # modules whose calls are being made: one may hold itself
 
     def direct(self, module: nn.Module, *, enters: bool = False) -> Call:
@@ -146,16 +174,24 @@ class _Maker:
         """
         own, kind = vars(module), type(module)
         if id(module) in self._open or "forward" in own or own.get(COMPILED_CALL) is not None:
-            return module
+            return self._whole(module)
         if isinstance(module, StageModule):
             return self._rewritten(module, module.code, enters=enters)
         if not is_called_plainly(module) or CALL in own:
-            return module
+            return self._whole(module)
         if kind in _TAKE_ONE:
-            return self._known(module, enters=enters) if is_as_known(module) else module
+            is_known = is_as_known(module)
+            return self._known(module, enters=enters) if is_known else self._whole(module)
         if kind.__module__.startswith("torch."):
+            if not _is_without_weights(module):
+                return self._whole(module)
+            self.used.append(module)
             return module
         return self._rewritten(module, enters=enters)
+
+    def _whole(self, module: nn.Module) -> Call:
+        self.knows_all = False
+        return self._operations.whole(module)
 
     def _known(self, module: nn.Module, *, enters: bool) -> Call:
         self.used.append(module)
@@ -163,16 +199,18 @@ class _Maker:
             self.entrance = Entrance(module)
             return entering(module, self.entrance)
         if type(module) is not nn.Sequential:
-            return LAYERS[type(module)](module)
+            return LAYERS[type(module)](module, self._operations)
         layers = [layer for layer in module._modules.values() if layer is not None]
         calls = [self.direct(layer, enters=enters and not i) for i, layer in enumerate(layers)]
-        return sequential(module, list(zip(layers, calls, strict=True)))
+        return sequential(module, list(zip(layers, calls, strict=True)), self._operations)
 
     def _rewritten(self, module: nn.Module, source: str | None = None, *, enters: bool) -> Call:
+        if self._operations.follows:
+            return self._whole(module)
         forward = getattr_static(type(module), "forward")
         method = read(forward, source) if type(forward) is FunctionType else None
         if method is None:
-            return module
+            return self._whole(module)
         self.used.append(module)
         self._open.add(id(module))
         found = {
@@ -184,7 +222,7 @@ class _Maker:
         try:
             return method.twin(forward, module, layers)
         except RecursionError:  # an expression too deep to be copied
-            return module
+            return self._whole(module)
 
     def _layer(self, module: nn.Module, path: Path, *, enters: bool) -> Layer | None:
         """Return what a path leads to, if it leads through modules only."""

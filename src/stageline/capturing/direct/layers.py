@@ -2,6 +2,7 @@
 
 Whatever is not by far the most common case is left to the layer itself: a tensor is of a class of
 its own, a mode looks on, sizes are wrong. Who calls such a function has looked for hooks before.
+What meets weights is one of the operations that are given.
 """
 
 from __future__ import annotations
@@ -17,28 +18,29 @@ from torch.nn import functional as F
 from torch.overrides import has_torch_function
 
 from stageline.capturing.direct.entrances import Entrance
+from stageline.capturing.direct.operations import TORCH, Call, Operations
 from stageline.capturing.streams.tracking import original_call
 from stageline.torch_private import CALL, cudnn_is_enabled, hooks_of
 
-Call = Callable[..., Any]
+Make = Callable[[Any, Operations], Call]
 
 
-def _linear(module: Any) -> Call:
-    parameters = module._parameters
+def _linear(module: Any, operations: Operations) -> Call:
+    parameters, linear, whole = module._parameters, operations.linear, operations.whole(module)
 
     def call(input: Any) -> Any:
         try:
             weight, bias = parameters["weight"], parameters["bias"]
         except KeyError:  # an attribute by now, as pruning makes it
-            return module(input)
-        return F.linear(input, weight, bias)
+            return whole(input)
+        return linear(input, weight, bias)
 
     return call
 
 
 def entering(module: Any, entrance: Entrance) -> Call:
     """Return the function of an ``nn.Linear`` that meets the input of a stage."""
-    parameters, linear = module._parameters, _linear(module)
+    parameters, linear = module._parameters, _linear(module, TORCH)
 
     def call(input: Any) -> Any:
         guest = entrance.met(input)
@@ -53,9 +55,10 @@ def entering(module: Any, entrance: Entrance) -> Call:
     return call
 
 
-def _convolution(function: Call) -> Callable[[Any], Call]:
-    def make(module: Any) -> Call:
+def _convolution(name: str) -> Make:
+    def make(module: Any, operations: Operations) -> Call:
         own, parameters = vars(module), module._parameters
+        function, whole = getattr(operations, name), operations.whole(module)
 
         def call(input: Any) -> Any:
             try:
@@ -63,9 +66,9 @@ def _convolution(function: Call) -> Callable[[Any], Call]:
                 stride, padding = own["stride"], own["padding"]
                 dilation, groups = own["dilation"], own["groups"]
             except KeyError:
-                return module(input)
+                return whole(input)
             if mode != "zeros":
-                return module(input)
+                return whole(input)
             return function(input, weight, bias, stride, padding, dilation, groups)
 
         return call
@@ -73,7 +76,7 @@ def _convolution(function: Call) -> Callable[[Any], Call]:
     return make
 
 
-def _relu(module: Any) -> Call:
+def _relu(module: Any, _: Operations) -> Call:
     own = vars(module)
 
     def call(input: Any) -> Any:
@@ -84,25 +87,27 @@ def _relu(module: Any) -> Call:
     return call
 
 
-def _layer_norm(module: Any) -> Call:
+def _layer_norm(module: Any, operations: Operations) -> Call:
     own, parameters = vars(module), module._parameters
+    layer_norm, whole = operations.layer_norm, operations.whole(module)
 
     def call(input: Any) -> Any:
         try:
             weight, bias = parameters["weight"], parameters["bias"]
             shape, eps = own["normalized_shape"], own["eps"]
         except KeyError:
-            return module(input)
+            return whole(input)
         if has_torch_function((input, weight, bias)):
-            return module(input)
-        return torch.layer_norm(input, shape, weight, bias, eps, cudnn_is_enabled())
+            return whole(input)
+        return layer_norm(input, shape, weight, bias, eps, cudnn_is_enabled())
 
     return call
 
 
-def _batch_norm(*dims: int) -> Callable[[Any], Call]:
-    def make(module: Any) -> Call:
+def _batch_norm(*dims: int) -> Make:
+    def make(module: Any, operations: Operations) -> Call:
         own, parameters, buffers = vars(module), module._parameters, module._buffers
+        batch_norm, whole = operations.batch_norm, operations.whole(module)
 
         def call(input: Any) -> Any:
             try:
@@ -112,7 +117,7 @@ def _batch_norm(*dims: int) -> Callable[[Any], Call]:
                 mean, var = buffers["running_mean"], buffers["running_var"]
                 count = buffers["num_batches_tracked"]
             except KeyError:
-                return module(input)
+                return whole(input)
             if (
                 not keeps
                 or momentum is None
@@ -122,9 +127,9 @@ def _batch_norm(*dims: int) -> Callable[[Any], Call]:
                 or input.dim() not in dims
                 or input.numel() <= input.shape[1]  # a single value, or none, for each channel
             ):
-                return module(input)
+                return whole(input)
             count.add_(1)
-            return torch.batch_norm(
+            return batch_norm(
                 input, weight, bias, mean, var, True, momentum, eps, cudnn_is_enabled()
             )
 
@@ -133,11 +138,11 @@ def _batch_norm(*dims: int) -> Callable[[Any], Call]:
     return make
 
 
-LAYERS: dict[type[nn.Module], Callable[[Any], Call]] = {
+LAYERS: dict[type[nn.Module], Make] = {
     nn.Linear: _linear,
-    nn.Conv1d: _convolution(F.conv1d),
-    nn.Conv2d: _convolution(F.conv2d),
-    nn.Conv3d: _convolution(F.conv3d),
+    nn.Conv1d: _convolution("conv1d"),
+    nn.Conv2d: _convolution("conv2d"),
+    nn.Conv3d: _convolution("conv3d"),
     nn.ReLU: _relu,
     nn.LayerNorm: _layer_norm,
     nn.BatchNorm1d: _batch_norm(2, 3),
@@ -147,19 +152,22 @@ LAYERS: dict[type[nn.Module], Callable[[Any], Call]] = {
 """What makes the function of a layer; it takes one argument."""
 
 
-def sequential(module: nn.Module, calls: Sequence[tuple[nn.Module, Call]]) -> Call:
+def sequential(
+    module: nn.Module, calls: Sequence[tuple[nn.Module, Call]], operations: Operations
+) -> Call:
     """Return what runs the layers of a Sequential, unless it has others at that moment.
 
     Args:
         module: The Sequential.
         calls: Its layers, and what to call instead of each.
+        operations: What meets weights.
     """
-    layers, seen = module._modules, [layer for layer, _ in calls]
-    steps = [(call, layer, *hooks_of(layer)) for layer, call in calls]
+    layers, seen, whole = module._modules, [layer for layer, _ in calls], operations.whole(module)
+    steps = [(call, operations.whole(layer), *hooks_of(layer)) for layer, call in calls]
 
     def call(input: Any) -> Any:
         if len(layers) != len(seen) or not all(map(is_, layers.values(), seen)):
-            return module(input)
+            return whole(input)
         for direct, layer, hooks, pre_hooks, backward_hooks, backward_pre_hooks in steps:
             if hooks or pre_hooks or backward_hooks or backward_pre_hooks:
                 input = layer(input)
@@ -174,7 +182,8 @@ def sequential(module: nn.Module, calls: Sequence[tuple[nn.Module, Call]]) -> Ca
 methods_of = attrgetter("__call__", "__getattr__", "__getattribute__", "forward")
 """What a call of a module of some class goes through, as the class has it now."""
 _FUNCTIONS = [
-    *((F, name) for name in ("conv1d", "conv2d", "conv3d", "relu", "layer_norm", "batch_norm")),
+    *((F, name) for name in ("linear", "conv1d", "conv2d", "conv3d")),
+    *((F, name) for name in ("relu", "layer_norm", "batch_norm")),
     *((kind, "_conv_forward") for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
     *((kind, "_check_input_dim") for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)),
 ]

@@ -7,9 +7,11 @@
                          │ keeps (edge, gradient)
     W   parameter ◀──────┘                      one backward from all that was kept
 
+worth.py        which stages are split at all
 parameters.py   what is made of parameters alone: proved, never guessed
 deferred.py     what I leaves for W, and the two places in a graph where it is left
 mode.py         the function mode that builds them in while F runs
+layers.py       the same for a stage of known layers, whose calls nobody has to follow
 again.py        F that keeps no graph, and what R needs to run it again
 
 What cannot be deferred is done in I: it is right, only not deferred.

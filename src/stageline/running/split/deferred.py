@@ -1,7 +1,8 @@
 """What I leaves for W, and the two places in a graph where it is left.
 
     bridge   an operation of parameters and activations: the activations' gradients go on in I, the
-             operation itself waits with the gradient of its output
+             operation itself waits with the gradient of its output; a linear layer, by far the most
+             common one, has a bridge of its own
     hold     a value made of parameters alone that meets others: its gradient waits
 
 W runs one backward from everything that waits. The operations that wait keep the numbers that
@@ -11,7 +12,7 @@ gradient are added in the order of the plain model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from stageline.running.boundary import Root, gradient_edge
+from stageline.running.linear import LINEAR, Layout, input_gradient
 from stageline.torch_private import applier, gradients_of, run_backward
 
 
@@ -30,12 +32,12 @@ class Deferred:
         places: How many bridges and holds were built.
     """
 
-    __slots__ = ("_edges", "_gradients", "_leaves", "is_open", "places")
+    __slots__ = ("_edges", "_ends", "_gradients", "is_open", "places")
 
     def __init__(self) -> None:
         self._edges: list[Root] = []
         self._gradients: list[Tensor] = []
-        self._leaves: dict[int, nn.Parameter] | None = None
+        self._ends: Collection[nn.Parameter] = ()
         self.is_open = False
         self.places = 0
 
@@ -47,9 +49,9 @@ class Deferred:
         deferred._gradients += gradients
         return deferred
 
-    def reaches(self, leaves: dict[int, nn.Parameter]) -> None:
-        """Say in which parameters the graphs end that wait; they have other ends, for I."""
-        self._leaves = leaves
+    def ends_in(self, parameters: Collection[nn.Parameter]) -> None:
+        """Say in which parameters graphs end that wait, and have other ends too, for I."""
+        self._ends = parameters
 
     def keep(self, edge: GradientEdge, gradient: Tensor) -> None:
         if not self.is_open:
@@ -65,8 +67,7 @@ class Deferred:
         edges, gradients = self._edges, self._gradients
         self._edges, self._gradients = [], []
         if edges:
-            inputs = () if self._leaves is None else tuple(self._leaves.values())
-            run_backward(edges, gradients, inputs)
+            run_backward(edges, gradients, tuple(self._ends))
 
 
 # Makes a place part of the graph though it leads nowhere; nothing ever accumulates into it.
@@ -98,6 +99,42 @@ class _Bridge(torch.autograd.Function):
         return (None, None, None, *gradients_of(ctx.edge, gradient, ctx.inner))
 
 
+class _Linear(torch.autograd.Function):
+    """A linear layer in a graph of its own, which knows only its weights.
+
+    The gradient of its input is made here, without another call of the engine.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        deferred: Deferred,
+        made: list[Tensor],
+        weight: list[Tensor],
+        layout: Layout,
+    ) -> Tensor:
+        (result,) = made
+        ctx.deferred = deferred
+        ctx.layout = layout
+        ctx.edge = gradient_edge(result)
+        ctx.save_for_backward(weight[0])
+        ctx.set_materialize_grads(False)
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        if gradient is None:
+            return _NOTHING
+        ctx.deferred.keep(ctx.edge, gradient)
+        (weight,) = ctx.saved_tensors
+        return input_gradient(gradient, weight, ctx.layout), None, None, None, None
+
+
+_NOTHING = (None,) * 5
+
+
 class _Hold(torch.autograd.Function):
     """Values whose gradients stop here."""
 
@@ -118,14 +155,36 @@ class _Hold(torch.autograd.Function):
         return (None, None, None, *(None for _ in gradients))
 
 
-_cross, _stop = applier(_Bridge), applier(_Hold)
+_cross, _cross_linear, _stop = applier(_Bridge), applier(_Linear), applier(_Hold)
+
+
+def bridge_linear(
+    deferred: Deferred, input: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout
+) -> Tensor:
+    """Run a linear layer behind a bridge."""
+    deferred.places += 1
+    made = LINEAR(input.detach(), weight, bias)
+    # Detached, as torch saves it: what ``weight.data`` is set to later does not matter.
+    result: Tensor = _cross_linear(input, deferred, [made], [weight.detach()], layout)
+    return result
 
 
 def bridge(
-    deferred: Deferred, call: Callable[[Sequence[Tensor]], Tensor], activations: Sequence[Tensor]
+    deferred: Deferred,
+    call: Callable[[Sequence[Tensor]], Tensor],
+    activations: Sequence[Tensor],
+    parameters: Collection[nn.Parameter],
 ) -> Tensor:
-    """Run an operation, given as a function of its activations, behind a bridge."""
+    """Run an operation, given as a function of its activations, behind a bridge.
+
+    Args:
+        deferred: Where it waits.
+        call: The operation.
+        activations: What it is a function of.
+        parameters: Those of the stage, some of which it uses.
+    """
     deferred.places += 1
+    deferred.ends_in(parameters)
     # detach() shares the version counter: a change in place is noticed, as without us.
     inner = [tensor.detach().requires_grad_() for tensor in activations]
     made: Tensor = _cross(deferred, [call(inner)], inner, *activations)

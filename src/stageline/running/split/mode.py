@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from stageline.running.split.deferred import Deferred, bridge, hold
+from stageline.running.linear import LINEAR, is_ordinary, layout_of
+from stageline.running.split.deferred import Deferred, bridge, bridge_linear, hold
 from stageline.running.split.parameters import Parameters, all_plain, exchanged
 from stageline.running.streams.compiled import compiled_among
 from stageline.torch_private import (
@@ -31,7 +32,7 @@ from stageline.torch_private import (
 # output, which whoever comes next may change in place.
 _BRIDGED: frozenset[Any] = frozenset(
     {
-        F.linear,
+        LINEAR,
         F.bilinear,
         torch.matmul,
         torch.mm,
@@ -77,6 +78,7 @@ _ASKS: frozenset[Any] = frozenset(
         ),
     }
 )
+_NOBODY = Deferred()
 _DIFFERENTIATES = NESTED_BACKWARDS | {torch.autograd.grad}
 
 
@@ -106,7 +108,10 @@ def splittable_parameters(stage: nn.Module) -> dict[int, nn.Parameter]:
 
 
 class Splitting(TorchFunctionMode):
-    """Lets the thread that enters it build a graph whose backward comes in two halves.
+    """Lets a graph be built whose backward comes in two halves.
+
+    It follows what a thread does that has entered it. Who knows which operations a stage has may
+    also call them here, without entering it (layers.py).
 
     Args:
         leaves: The parameters of the stage that require a gradient, by identity.
@@ -115,16 +120,29 @@ class Splitting(TorchFunctionMode):
 
     def __init__(self, leaves: dict[int, nn.Parameter], deferred: Deferred) -> None:
         super().__init__()
+        self.begin(leaves, deferred)
+
+    def begin(self, leaves: dict[int, nn.Parameter], deferred: Deferred) -> None:
+        """Begin another graph."""
+        self._leaves = leaves
         self._parameters = Parameters(leaves)
         self._deferred = deferred
-        deferred.reaches(leaves)
+
+    def end(self) -> None:
+        """Hold nothing of the graph that was built last."""
+        self.begin({}, _NOBODY)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func in _ASKS:
-            return func(*args, **kwargs)
+            return func(*args, **kwargs or {})
+        if func is LINEAR and not kwargs:
+            return self.linear(*args)
+        return self.follow(func, args, kwargs or {})
+
+    def follow(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call a function of torch; what waits for W is built into the graph."""
         if func in _DIFFERENTIATES and self._deferred.places:
             raise Differentiates
         given = (*args, *kwargs.values()) if kwargs else args
@@ -145,20 +163,34 @@ class Splitting(TorchFunctionMode):
         new = hold(self._deferred, [weight for weight in weights if weight is not changed])
         return func(*exchanged(args, new), **_exchanged_values(kwargs, new))
 
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        """Do the same for a linear layer: by far the most common operation that waits."""
+        leaves = self._leaves
+        is_usual = id(weight) in leaves and (bias is None or id(bias) in leaves)
+        if is_usual and type(input) is Tensor and input.requires_grad and is_ordinary(weight):
+            layout = None if input in self._parameters else layout_of(input)
+            is_cast = torch.is_autocast_enabled(input.device.type)
+            if layout is not None and not is_cast and _can_wait((weight,)):
+                return bridge_linear(self._deferred, input, weight, bias, layout)
+        return self.follow(LINEAR, (input, weight, bias), {})
+
     def _bridged(
         self, func: Any, args: Any, kwargs: dict[str, Any], activations: Sequence[Tensor]
     ) -> Tensor:
-        if len(activations) == 1 and activations[0] is args[0]:  # by far the most common product
-            return bridge(
-                self._deferred, lambda inner: func(inner[0], *args[1:], **kwargs), activations
-            )
+        if len(activations) == 1 and activations[0] is args[0]:  # the most common product
 
-        def call(inner: Sequence[Tensor]) -> Tensor:
-            new = {id(outer): tensor for outer, tensor in zip(activations, inner, strict=True)}
-            made: Tensor = func(*exchanged(args, new), **_exchanged_values(kwargs, new))
-            return made
+            def call(inner: Sequence[Tensor]) -> Tensor:
+                made: Tensor = func(inner[0], *args[1:], **kwargs)
+                return made
 
-        return bridge(self._deferred, call, activations)
+        else:
+
+            def call(inner: Sequence[Tensor]) -> Tensor:
+                new = {id(outer): tensor for outer, tensor in zip(activations, inner, strict=True)}
+                made: Tensor = func(*exchanged(args, new), **_exchanged_values(kwargs, new))
+                return made
+
+        return bridge(self._deferred, call, activations, self._leaves.values())
 
     def held(self, value: Any) -> Any:
         """Return what leaves the stage; what is made of parameters alone waits for W too."""

@@ -21,6 +21,8 @@ class Parameters:
         leaves: The parameters of the stage that require a gradient, by identity.
     """
 
+    __slots__ = ("_leaves", "_made", "_nodes")
+
     def __init__(self, leaves: Mapping[int, nn.Parameter]) -> None:
         self._leaves = leaves
         # With the node that each had: an operation in place gives a tensor another one.

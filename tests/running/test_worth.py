@@ -1,0 +1,165 @@
+"""Small stages are left whole where a schedule splits their backward: I makes all gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import stageline as sl
+from stageline.running.events import ActionDone
+from stageline.running.split import worth
+from stageline.running.split.worth import VARIABLE, is_worth_splitting
+from stageline.testing import plain_step
+from tests.exactness.cases import same
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH, MICROBATCHES = 8, 5
+SCHEDULES = ("zb-h1", "zb-v", "interleaved-zb", "dualpipe-v", "v-half", "auto")
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(5)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(4)]
+    return nn.Sequential(*layers)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(6)
+    return torch.randn(13, WIDTH), torch.randn(13, WIDTH)
+
+
+def made_in_i(trained: nn.Sequential, **settings: Any) -> bool:
+    """Run a step as a pipeline; return whether I has made gradients of weights."""
+    stage = trained[1]
+    before_w: dict[str, bool] = {}
+
+    def observe(event: ActionDone) -> None:
+        if event.action == "1I0":
+            before_w[event.action] = any(p.grad is not None for p in stage.parameters())
+
+    pipe = pipe_of(trained, observer=observe, **settings)
+    x, y = batch()
+    pipe.step(x, target=y)
+    pipe.close()
+    return before_w["1I0"]
+
+
+def pipe_of(trained: nn.Sequential, **settings: Any) -> sl.Pipeline:
+    options = {"schedule": "zb-h1", "split": 4, **settings}
+    pipe = sl.Pipeline(trained, num_microbatches=MICROBATCHES, loss_fn=F.mse_loss, **options)
+    vars(pipe._engine.runner)["_takes_turns"] = False
+    return pipe
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_to_the_last_bit(schedule: str) -> None:
+    plain, trained = model(), model()
+    pipe = pipe_of(trained, schedule=schedule, ranks=2)
+    x, y = batch()
+    for step in range(2):
+        wanted = plain_step(
+            plain, x, target=y, num_microbatches=MICROBATCHES, loss_fn=F.mse_loss, step=step
+        )
+        assert torch.equal(pipe.step(x, target=y).loss, wanted.loss)
+    found = dict(trained.named_parameters())
+    wrong = [n for n, p in plain.named_parameters() if not same(found[n].grad, p.grad)]
+    assert wrong == []
+    pipe.close()
+
+
+def test_small_stages_are_whole() -> None:
+    assert made_in_i(model())
+
+
+def test_large_stages_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worth, "BRIDGE", 8)
+    assert not made_in_i(model())
+
+
+def test_all_stages_are_split_if_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    assert not made_in_i(model())
+
+
+def test_where_somebody_listens_to_gradients_they_wait_for_w() -> None:
+    trained = model()
+    heard: list[Tensor] = []
+    trained[1].get_parameter("0.weight").register_post_accumulate_grad_hook(heard.append)
+    assert not made_in_i(trained)
+    assert len(heard) == MICROBATCHES
+
+
+def test_where_i_does_not_ascend_gradients_are_added_in_the_order_of_w() -> None:
+    """Left whole, the last microbatch would come first, and the last bits would be others."""
+    rows = []
+    for stage in range(2):
+        order = [*range(MICROBATCHES)]
+        row = [f"{stage}F{m}" for m in order]
+        row += [f"{stage}I{m}" for m in reversed(order)]
+        rows.append(" ".join([*row, *(f"{stage}W{m}" for m in order)]))
+    plain, trained = model(), model()
+    pipe = pipe_of(trained, split=2, schedule="\n".join(rows))
+    x, y = batch()
+    plain_step(plain, x, target=y, num_microbatches=MICROBATCHES, loss_fn=F.mse_loss)
+    pipe.step(x, target=y)
+    found = dict(trained.named_parameters())
+    wrong = [n for n, p in plain.named_parameters() if not same(found[n].grad, p.grad)]
+    assert wrong == []
+    pipe.close()
+
+
+def test_uneven_microbatches_are_all_split_or_all_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one decides: or W of one would come after I of the next, in another order."""
+    stage = nn.Linear(WIDTH, WIDTH)
+    sizes = [3, 2]  # rows of the first microbatches and of the last ones
+    work = [rows * (WIDTH * WIDTH + WIDTH) for rows in sizes]
+    monkeypatch.setattr(worth, "BRIDGE", (work[0] - 1) / MICROBATCHES)
+    given = [torch.ones(rows, WIDTH) for rows in sizes]
+    parameters = list(stage.parameters())
+    worths = [
+        is_worth_splitting(parameters, [x], num_stages=2, num_microbatches=MICROBATCHES)
+        for x in given
+    ]
+    assert worths == [True, False]
+    torch.manual_seed(5)
+    plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    trained = copy.deepcopy(plain)
+    pipe = pipe_of(trained, split=2)
+    x, y = batch()
+    plain_step(plain, x, target=y, num_microbatches=MICROBATCHES, loss_fn=F.mse_loss)
+    pipe.step(x, target=y)
+    for one, other in zip(plain.parameters(), trained.parameters(), strict=True):
+        assert same(other.grad, one.grad)
+    pipe.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "rows"), [([torch.ones(6, 4)], 6), ([torch.ones(2, 3, 4), None], 6), ([], 1)]
+)
+def test_how_much_work_there_is(given: list[Any], rows: int) -> None:
+    parameters = [nn.Parameter(torch.empty(1 << 10, 1 << 9, device="meta"))]  # as many as a bridge
+
+    def is_worth(num_microbatches: int) -> bool:
+        return is_worth_splitting(
+            parameters, given, num_stages=3, num_microbatches=num_microbatches
+        )
+
+    assert is_worth(2 * rows - 1)
+    assert not is_worth(2 * rows)
+
+
+def test_a_single_stage_has_nothing_to_fill() -> None:
+    parameters = [nn.Parameter(torch.empty(1 << 15, 1 << 15, device="meta"))]
+    given = [torch.empty(1 << 10, 1 << 15, device="meta")]
+    assert not is_worth_splitting(parameters, given, num_stages=1, num_microbatches=1)
