@@ -8,6 +8,7 @@ pipeline must.
 from __future__ import annotations
 
 import math
+import os
 import random
 import statistics
 import time
@@ -27,6 +28,7 @@ import stageline as sl
 from benchmarks.tools.pages import table
 from benchmarks.tools.ranks import Ranks
 from stageline.observing.recorder import Recorder
+from stageline.running.split.worth import VARIABLE
 from stageline.testing import plain_step
 from stageline.torch_private import gradients_of, run_backward
 
@@ -180,6 +182,7 @@ def ours(
     schedule: str = "1f1b",
     observed: bool = False,
     in_threads: bool = False,
+    splits_all: bool = False,
 ) -> Callable[[], Tensor]:
     """A pipeline; with an observer it keeps all events of a step.
 
@@ -190,6 +193,7 @@ def ours(
         schedule: Its name.
         observed: Whether there is an observer.
         in_threads: Whether it never takes turns, however small its stages are.
+        splits_all: Whether it splits backwards, however small its stages are.
     """
     x, y = batch()
     recorder = Recorder() if observed else None
@@ -209,6 +213,7 @@ def ours(
     def step() -> Tensor:
         if recorder is not None:
             recorder.clear()
+        os.environ[VARIABLE] = "1" if splits_all else "0"
         return pipe.step(x, target=y).loss
 
     return step
@@ -244,6 +249,18 @@ def alone(name: str, stages: Stages, kinds: int = 2, **options: Any) -> Contesta
     return Contestant(f"{name}, {stages}", stages, 1, 1, build, kinds)
 
 
+def split(stages: Stages) -> list[Contestant]:
+    """A schedule with I and W: as it runs by default, and with bridges in all stages."""
+    name, kinds = "one rank in a thread, zb-h1", 3
+    return [
+        Contestant(f"by hand, I and W, {stages}", stages, 1, 1, by_hand_in_halves, kinds),
+        alone(name, stages, kinds, schedule="zb-h1", in_threads=True),
+        alone(
+            f"{name}, all split", stages, kinds, schedule="zb-h1", in_threads=True, splits_all=True
+        ),
+    ]
+
+
 FOUR, MINE, TWO = Stages(4), Stages(4, own=True), Stages(2)
 EVERYBODY = [
     *loops(FOUR),
@@ -251,13 +268,11 @@ EVERYBODY = [
     alone("one rank again (A/A)", FOUR),
     alone("one rank in a thread", FOUR, in_threads=True),
     alone("one rank in a thread, events kept", FOUR, observed=True),
-    Contestant(f"by hand, I and W, {FOUR}", FOUR, 1, 1, by_hand_in_halves, 3),
-    alone("one rank in a thread, zb-h1", FOUR, 3, schedule="zb-h1", in_threads=True),
+    *split(FOUR),
     *loops(MINE),
     alone("one rank", MINE),
     alone("one rank in a thread", MINE, in_threads=True),
-    Contestant(f"by hand, I and W, {MINE}", MINE, 1, 1, by_hand_in_halves, 3),
-    alone("one rank in a thread, zb-h1", MINE, 3, schedule="zb-h1", in_threads=True),
+    *split(MINE),
     *loops(TWO),
     Contestant("two ranks, in turn", TWO, 1, 2, partial(ours, ranks=2, transport="memory")),
     Contestant(
