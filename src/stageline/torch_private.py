@@ -221,8 +221,10 @@ def is_bare(module: torch.nn.Module) -> bool:
 def applier(function: type[torch.autograd.Function]) -> Any:
     """Return what applies an autograd function of our own, without asking for functorch first.
 
-    Nobody transforms the place where a stage begins, and ``apply`` takes half as long again.
+    Nobody transforms the place where a stage begins, and ``apply`` takes half as long again. In
+    backward the engine is given our function itself, not one that looks for it every time.
     """
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]  # by its metaclass
     return super(_SingleLevelFunction, function).apply  # type: ignore[misc]  # its own class
 
 

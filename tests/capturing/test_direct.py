@@ -438,3 +438,34 @@ def test_modules_are_called_if_the_user_says_so(monkeypatch: pytest.MonkeyPatch)
     assert DirectCall(model).now() is model
     monkeypatch.setenv(VARIABLE, "1")
     assert DirectCall(model).now() is not model
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "x"),
+    [
+        ("layer_norm", nn.LayerNorm(4), torch.randn(6, 4)),
+        ("batch_norm", nn.BatchNorm1d(4), torch.randn(6, 4)),
+    ],
+)
+def test_functions_of_torch_that_are_replaced_are_called(
+    name: str, model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They had been taken out of torch once and for all."""
+    direct, before = DirectCall(model), getattr(torch, name)
+    direct.now()(x)
+    monkeypatch.setattr(torch, name, lambda *args, **options: before(*args, **options) * 3)
+    assert torch.equal(direct.now()(x), model(x))
+
+
+def test_a_layer_that_another_one_replaces_in_the_same_call() -> None:
+    """The Sequential was only looked at when its call began."""
+    first = nn.Linear(4, 4)
+    model = nn.Sequential(first, nn.Tanh())
+
+    def replace(*_: Any) -> None:
+        model[1] = nn.ReLU()
+
+    first.register_forward_hook(replace)
+    x = vectors()
+    wanted = torch.relu(F.linear(x, first.weight, first.bias))
+    assert torch.equal(directly(model, x), wanted)

@@ -321,3 +321,99 @@ def test_nothing_is_held_after_a_forward() -> None:
     splitting = pipe._engine.programs[1].known_layers.splitting
     assert splitting._leaves == {}
     assert splitting._deferred.places == 0
+
+
+def _penalised(module: nn.Module, given: Any, made: Any) -> Any:
+    (slope,) = torch.autograd.grad(made.sum(), given[0], create_graph=True)
+    return made + slope.square().mean()
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_hook_that_comes_later_may_differentiate(position: int) -> None:
+    """It used to end the step: only stages with code of the user's began again without bridges."""
+    stages = stages_of(
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    )
+    plain = copy.deepcopy(nn.Sequential(*stages))
+    pipe = pipe_of(stages)
+    check(stages, plain, pipe, steps=1)
+    for each in (stages[1], plain[1]):
+        each.get_submodule(str(position)).register_forward_hook(_penalised)
+    check(stages, plain, pipe, steps=2)
+
+
+class _Twice(nn.Parameter):
+    """A bias by which a linear layer sees twice its input."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear:
+            x, weight, bias = args
+            return F.linear(x * 2, weight, bias.as_subclass(Tensor))
+        ask: Any = super().__torch_function__
+        return ask(func, types, args, kwargs or {})
+
+
+def test_a_bias_of_a_class_of_its_own_is_asked() -> None:
+    """Only the weight was looked at: the input got the gradient of another operation."""
+
+    def middle() -> nn.Module:
+        layer = nn.Linear(WIDTH, WIDTH)
+        layer.bias = _Twice(layer.bias.detach())
+        return layer
+
+    stages, plain = stages_of(middle), nn.Sequential(*stages_of(middle))
+    check(stages, plain, pipe_of(stages))
+
+
+def test_a_method_that_is_replaced_in_a_class_of_torchs_is_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may use weights of the stage, which wait for W elsewhere."""
+    stages = stages_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    plain = copy.deepcopy(nn.Sequential(*stages))
+    of = {
+        id(each.get_submodule("1")): each.get_parameter("0.weight")
+        for each in (stages[1], plain[1])
+    }
+    pipe = pipe_of(stages)
+    check(stages, plain, pipe, steps=1)
+
+    def instead(self: nn.Module, x: Tensor) -> Tensor:
+        return torch.tanh(x) * of[id(self)].sum(0)
+
+    monkeypatch.setattr(nn.Tanh, "forward", instead)
+    check(stages, plain, pipe, steps=2)
+
+
+class _Named(nn.Module):
+    """Calls a product by the names of its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(input=F.linear(input=x, weight=self.weight), other=self.weight)
+
+
+def test_products_may_be_called_by_names() -> None:
+    """The first argument was looked for among those without a name, where there was none."""
+    stages = stages_of(_Named)
+    plain = copy.deepcopy(nn.Sequential(*stages))
+    check(stages, plain, pipe_of(stages))
+
+
+def test_a_layer_that_is_frozen_in_the_middle_of_a_step_ends_no_step() -> None:
+    stages = stages_of(KNOWN["no bias"])
+    layer = stages[1].get_submodule("0")
+
+    def freeze(event: ActionDone) -> None:
+        if event.action == "1F0":
+            layer.requires_grad_(False)
+
+    x, y = batch()
+    pipe_of(stages, observer=freeze).step(x, target=y)
+    assert all(p.grad is None for p in layer.parameters())  # as B, too, would leave them

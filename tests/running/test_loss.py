@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -467,3 +468,63 @@ def test_nothing_of_a_loss_is_kept_for_backward_but_its_graph(
     pipe.step(torch.randn(4, 6), target=torch.randn(4, 3))
     assert len(rooted) == 4
     assert not any(isinstance(root, Tensor) for root in rooted)
+
+
+class _Heard(nn.MSELoss):
+    """A class of the user's."""
+
+
+def _hooked() -> nn.Module:
+    loss = nn.MSELoss()
+    loss.register_forward_hook(lambda *given: given[2] * 2)
+    return loss
+
+
+def _learned() -> nn.Module:
+    return nn.CrossEntropyLoss(weight=nn.Parameter(torch.ones(3)))
+
+
+@pytest.mark.parametrize(
+    "function", [None, F.mse_loss, F.cross_entropy, nn.MSELoss(), nn.CrossEntropyLoss()]
+)
+def test_losses_that_are_known(function: Any) -> None:
+    assert LossRule(function, "mean").is_known()
+
+
+@pytest.mark.parametrize("make", [_Heard, _hooked, _learned, lambda: lambda x, y: F.mse_loss(x, y)])
+def test_losses_that_are_not_known(make: Any) -> None:
+    assert not LossRule(make(), "mean").is_known()
+
+
+def test_a_loss_of_the_users_that_stands_among_torchs_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By its name and place alone it was taken for one of torch's."""
+
+    def own_loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).sum()
+
+    monkeypatch.setattr(F, "own_loss", own_loss, raising=False)
+    assert not LossRule(own_loss, "mean").is_known()
+
+
+@pytest.mark.parametrize("function", [F.mse_loss, nn.MSELoss()])
+def test_a_loss_of_torchs_that_somebody_has_replaced_is_not_known(
+    function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = F.mse_loss
+
+    @functools.wraps(before)
+    def instead(*args: Any, **options: Any) -> Tensor:
+        return before(*args, **options) * 2
+
+    monkeypatch.setattr(F, "mse_loss", instead)
+    assert not LossRule(function, "mean").is_known()
+    assert not LossRule(instead, "mean").is_known()
+
+
+def test_a_loss_of_torchs_whose_method_somebody_has_replaced_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nn.MSELoss, "forward", lambda self, output, target: output.sum())
+    assert not LossRule(nn.MSELoss(), "mean").is_known()

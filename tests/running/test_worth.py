@@ -163,3 +163,36 @@ def test_a_single_stage_has_nothing_to_fill() -> None:
     parameters = [nn.Parameter(torch.empty(1 << 15, 1 << 15, device="meta"))]
     given = [torch.empty(1 << 10, 1 << 15, device="meta")]
     assert not is_worth_splitting(parameters, given, num_stages=1, num_microbatches=1)
+
+
+class Drops(nn.Module):
+    """A first stage of which every other microbatch uses no weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * 1.5 if self.calls % 2 else self.layer(x)
+
+
+@pytest.mark.parametrize("splits_all", ["0", "1"])
+def test_microbatches_without_a_gradient_to_hand_back(
+    splits_all: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their weights waited for W while those of the others were made in I, in another order."""
+    monkeypatch.setenv(VARIABLE, splits_all)
+    torch.manual_seed(5)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+    plain = nn.Sequential(Drops(), *layers)
+    trained = copy.deepcopy(plain)
+    pipe = pipe_of(trained)
+    x, y = batch()
+    plain_step(plain, x, target=y, num_microbatches=MICROBATCHES, loss_fn=F.mse_loss)
+    pipe.step(x, target=y)
+    found = dict(trained.named_parameters())
+    wrong = [n for n, p in plain.named_parameters() if not same(found[n].grad, p.grad)]
+    assert wrong == []
+    pipe.close()

@@ -41,11 +41,14 @@ def input_gradient(state: StepState, stage: int, microbatch: int, edge: Edge | N
     program = state.programs[stage]
     roots, gradients = _roots(state, program, key)
     slot = state.slots.pop(key, None)
-    if slot is None:  # nobody waits for a gradient of the input: all of it can wait
+    if slot is None and not state.is_whole(program):
+        # Nobody waits for a gradient of the input: all of it can wait.
         state.deferred[key] = Deferred.whole(roots, gradients)
     elif roots:
         deferred = state.deferred[key]
-        slot.is_open = deferred.is_open = True
+        deferred.is_open = True
+        if slot is not None:
+            slot.is_open = True
         differentiate(state, key, roots, gradients)
         deferred.is_open = False
     _hand_back(state, program, key, slot)

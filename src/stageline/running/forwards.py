@@ -104,33 +104,37 @@ def _run_split(
 ) -> Packet | None:
     """Run a stage and build bridges into its graph, unless nobody waits for I, or it is small."""
     key = (program.index, microbatch)
-    deferred = state.deferred[key] = Deferred()
-    if not _needs_gradient(state, program, arrived):
+    state.deferred[key] = Deferred()
+    needs_gradient = _needs_gradient(state, program, arrived)
+    if program.is_first and not needs_gradient:  # so it is in all microbatches
         return _run(state, program, microbatch, arrived)
     given = _arguments(state, program, microbatch) if arrived is None else arrived.leaves
-    if not state.splits(program, given):
+    if not state.splits(program, given) or not needs_gradient:
         return _run(state, program, microbatch, arrived)
-    known = state.known_layers(program)
-    if known is None or not _loss_is_known(state, program):
-        return _run_followed(state, program, microbatch, arrived)
-    known.splitting.begin(state.leaves(program.index), deferred)
+    leaves, known = state.leaves(program.index), state.known_layers(program)
+    if known is None or (program.is_last and state.follows_loss()):
+        return _run_bridged(state, program, microbatch, arrived, Splitting(leaves, Deferred()))
     try:
-        return _run(state, program, microbatch, arrived, known.splitting)
+        return _run_bridged(state, program, microbatch, arrived, known.splitting)
     finally:
         known.splitting.end()
 
 
-def _run_followed(
-    state: StepState, program: StageProgram, microbatch: int, arrived: Packet | None
+def _run_bridged(
+    state: StepState,
+    program: StageProgram,
+    microbatch: int,
+    arrived: Packet | None,
+    mode: Splitting,
 ) -> Packet | None:
-    """Run a stage of which nothing is known; if it differentiates, once more without bridges."""
+    """Run a stage with bridges; if it differentiates, once more without them."""
     key = (program.index, microbatch)
-    leaves = state.leaves(program.index)
     statistics = Statistics(program)
     given = [*_arguments(state, program, microbatch), *([] if arrived is None else arrived.leaves)]
     seen = versions(given)
+    mode.begin(state.leaves(program.index), state.deferred[key])
     try:
-        return _run(state, program, microbatch, arrived, Splitting(leaves, state.deferred[key]))
+        return _run(state, program, microbatch, arrived, mode)
     except Differentiates:
         leave_whole(program.module)
     if is_changed(seen):
@@ -142,11 +146,6 @@ def _run_followed(
     state.stays_whole(program)
     statistics.put_back()
     return _run(state, program, microbatch, arrived)
-
-
-def _loss_is_known(state: StepState, program: StageProgram) -> bool:
-    rule = state.loss_rule
-    return not program.is_last or rule is None or rule.is_known()
 
 
 def _needs_gradient(state: StepState, program: StageProgram, arrived: Packet | None) -> bool:
@@ -342,7 +341,7 @@ def weighed_loss(
     target = state.microbatches.target(microbatch)
     if not program.is_on_cpu:
         target = program.localise(target)
-    if mode is None or rule.is_known():
+    if mode is None or not state.follows_loss():
         loss = _loss(state, rule, microbatch, output, target)
     else:
         with mode:

@@ -35,7 +35,7 @@ def layout_of(input: Tensor) -> Layout | None:
         >>> layout_of(torch.ones(2, 3)), layout_of(torch.ones(1, 1)), layout_of(torch.ones(3))
         (<Layout.ROWS: 0>, <Layout.COLUMNS: 1>, None)
     """
-    if not is_dense(input):
+    if input.is_nested or not is_dense(input):
         return None
     shape = input.shape
     if len(shape) == 2:

@@ -24,6 +24,28 @@ REDUCTIONS = ("mean", "sum")
 _ONE = (1,)
 _IN_NUMPY = (torch.float32, torch.float64)
 
+# What torch has for an output and a target, unless somebody was here before this import.
+_FUNCTIONS = tuple(
+    function
+    for function in (
+        *(F.l1_loss, F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.cross_entropy, F.nll_loss),
+        *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.kl_div),
+        *(F.poisson_nll_loss, F.soft_margin_loss, F.hinge_embedding_loss, F.multi_margin_loss),
+        *(F.multilabel_margin_loss, F.multilabel_soft_margin_loss),
+    )
+    if function.__globals__ is vars(F)
+)
+_MODULES: dict[type, Any] = {
+    kind: kind.forward
+    for kind in (
+        *(nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss, nn.CrossEntropyLoss, nn.NLLLoss),
+        *(nn.BCELoss, nn.BCEWithLogitsLoss, nn.KLDivLoss, nn.PoissonNLLLoss, nn.SoftMarginLoss),
+        *(nn.HingeEmbeddingLoss, nn.MultiMarginLoss, nn.MultiLabelMarginLoss),
+        nn.MultiLabelSoftMarginLoss,
+    )
+    if kind.forward.__globals__ is vars(nn.modules.loss)
+}
+
 
 @dataclass(frozen=True)
 class LossRule:
@@ -53,10 +75,14 @@ class LossRule:
             False
         """
         function: Any = self.function
+        if function is None:
+            return True
+        if any(getattr(F, each.__name__, None) is not each for each in _FUNCTIONS):
+            return False  # somebody has put another one in its place
         if not isinstance(function, nn.Module):
-            return function is None or getattr(F, _name(function), None) is function
+            return any(function is each for each in _FUNCTIONS)
         tensors = (*function.parameters(), *function.buffers())
-        is_torchs = type(function).__module__ == nn.MSELoss.__module__ and is_bare(function)
+        is_torchs = type(function).forward is _MODULES.get(type(function)) and is_bare(function)
         return is_torchs and not any(tensor.requires_grad for tensor in tensors)
 
     def weight(self, microbatches: Microbatches, index: int) -> float:
@@ -67,10 +93,6 @@ class LossRule:
             return 1.0
         assert callable(self.reduction)
         return float(self.reduction(microbatches.part(index), microbatches.whole))
-
-
-def _name(function: Any) -> str:
-    return str(getattr(function, "__name__", ""))
 
 
 class Losses:

@@ -94,6 +94,7 @@ class StepState:
         self._shares: dict[float, Tensor] = {}
         self._leaves: dict[int, dict[int, nn.Parameter]] = {}
         self._splits: dict[int, bool] = {}
+        self._follows_loss: bool | None = None
         self._takes_leaf: dict[int, bool] = {}
         self._calls: dict[int, Call] = {}
         self._known_layers: dict[int, KnownLayers | None] = {}
@@ -136,6 +137,10 @@ class StepState:
         """Let no gradient of a stage wait for W from now on."""
         self._splits[program.index] = False
 
+    def is_whole(self, program: StageProgram) -> bool:
+        """Whether all gradients of a stage are made in I, as its first F has found out."""
+        return self._splits.get(program.index) is False
+
     def call_of(self, program: StageProgram) -> Call:
         """Return what to call to run a stage; chosen once in a step."""
         known = self._calls.get(program.index)
@@ -168,6 +173,12 @@ class StepState:
         if known is None:
             known = self._takes_leaf[program.index] = self._keeps_input and program.takes_leaf()
         return known
+
+    def follows_loss(self) -> bool:
+        """Whether the loss may do more than one of torch's does; asked of it once in a step."""
+        if self._follows_loss is None:
+            self._follows_loss = self.loss_rule is not None and not self.loss_rule.is_known()
+        return self._follows_loss
 
     def entrance(self, program: StageProgram) -> Entrance | None:
         """Return where to meet the input of a stage, for its gradient to leave early; or None."""

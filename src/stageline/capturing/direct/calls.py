@@ -143,7 +143,9 @@ def _has_plain_attributes(module: nn.Module) -> bool:
 
 def _is_without_weights(module: nn.Module) -> bool:
     """Whether a module of torch's, whatever it does, does it to its input alone."""
-    if not type(module).__module__.startswith("torch.nn.modules."):
+    forward = getattr_static(type(module), "forward")
+    written_in = getattr(forward, "__globals__", {}).get("__name__", "")
+    if not written_in.startswith("torch.nn.modules."):
         return False  # torch.fx and others run code of the user's
     held = [*module._modules.values(), *module._parameters.values(), *vars(module).values()]
     return not any(isinstance(each, (nn.Module, Tensor)) for each in held)

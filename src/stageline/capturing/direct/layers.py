@@ -7,7 +7,7 @@ What meets weights is one of the operations that are given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, is_
 from types import FunctionType
 from typing import Any
@@ -162,17 +162,17 @@ def sequential(
         calls: Its layers, and what to call instead of each.
         operations: What meets weights.
     """
-    layers, seen, whole = module._modules, [layer for layer, _ in calls], operations.whole(module)
-    steps = [(call, operations.whole(layer), *hooks_of(layer)) for layer, call in calls]
+    layers: Mapping[str, Any] = module._modules
+    seen, whole = [layer for layer, _ in calls], operations.whole
+    steps = [(call, layer, *hooks_of(layer)) for layer, call in calls]
 
     def call(input: Any) -> Any:
         if len(layers) != len(seen) or not all(map(is_, layers.values(), seen)):
-            return whole(input)
-        for direct, layer, hooks, pre_hooks, backward_hooks, backward_pre_hooks in steps:
-            if hooks or pre_hooks or backward_hooks or backward_pre_hooks:
-                input = layer(input)
-            else:
-                input = direct(input)
+            return whole(module)(input)
+        for step, now in zip(steps, layers.values(), strict=True):  # one may replace another
+            direct, layer, hooks, pre_hooks, backward_hooks, backward_pre_hooks = step
+            is_heard = hooks or pre_hooks or backward_hooks or backward_pre_hooks
+            input = whole(now)(input) if is_heard or now is not layer else direct(input)
         return input
 
     return call
@@ -184,6 +184,7 @@ methods_of = attrgetter("__call__", "__getattr__", "__getattribute__", "forward"
 _FUNCTIONS = [
     *((F, name) for name in ("linear", "conv1d", "conv2d", "conv3d")),
     *((F, name) for name in ("relu", "layer_norm", "batch_norm")),
+    *((torch, name) for name in ("layer_norm", "batch_norm")),
     *((kind, "_conv_forward") for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
     *((kind, "_check_input_dim") for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)),
 ]

@@ -67,7 +67,8 @@ class Deferred:
         edges, gradients = self._edges, self._gradients
         self._edges, self._gradients = [], []
         if edges:
-            run_backward(edges, gradients, tuple(self._ends))
+            ends = [each for each in self._ends if each.requires_grad]  # or was frozen meanwhile
+            run_backward(edges, gradients, ends)
 
 
 # Makes a place part of the graph though it leads nowhere; nothing ever accumulates into it.

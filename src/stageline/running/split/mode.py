@@ -165,19 +165,22 @@ class Splitting(TorchFunctionMode):
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         """Do the same for a linear layer: by far the most common operation that waits."""
-        leaves = self._leaves
-        is_usual = id(weight) in leaves and (bias is None or id(bias) in leaves)
-        if is_usual and type(input) is Tensor and input.requires_grad and is_ordinary(weight):
+        weights = (weight,) if bias is None else (weight, bias)
+        is_usual = all(map(self._can_be_reached, weights)) and is_ordinary(weight)
+        if is_usual and type(input) is Tensor and input.requires_grad:
             layout = None if input in self._parameters else layout_of(input)
             is_cast = torch.is_autocast_enabled(input.device.type)
-            if layout is not None and not is_cast and _can_wait((weight,)):
+            if layout is not None and not is_cast and _can_wait(weights):
                 return bridge_linear(self._deferred, input, weight, bias, layout)
-        return self.follow(LINEAR, (input, weight, bias), {})
+        return self.follow(LINEAR, (input, *weights), {})
+
+    def _can_be_reached(self, weight: Tensor) -> bool:
+        return id(weight) in self._leaves and weight.requires_grad
 
     def _bridged(
         self, func: Any, args: Any, kwargs: dict[str, Any], activations: Sequence[Tensor]
     ) -> Tensor:
-        if len(activations) == 1 and activations[0] is args[0]:  # the most common product
+        if len(activations) == 1 and args and activations[0] is args[0]:  # the most common one
 
             def call(inner: Sequence[Tensor]) -> Tensor:
                 made: Tensor = func(inner[0], *args[1:], **kwargs)
