@@ -69,6 +69,11 @@ class BoundRow:
     steps: tuple[tuple[Handler, int, int, Edge | None], ...]
 
     @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The text form of every action, for those who observe."""
+        return tuple(map(str, self.actions))
+
+    @cached_property
     def num_computing(self) -> int:
         """How many actions are more than a transfer."""
         return sum(action.peer is None for action in self.actions)
@@ -183,8 +188,7 @@ def _observed(
     if observer is None:
         return None
     try:
-        action = str(row.actions[position])
-        observer(ActionDone(row.rank, action, position, start, end, state.waited))
+        observer(ActionDone(row.rank, row.names[position], position, start, end, state.waited))
     except Exception as error:
         log.warning(row.rank, f"the observer raised {error!r} and is not asked again in this step")
         return None

@@ -8,7 +8,7 @@ What meets weights is one of the operations that are given.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
@@ -155,7 +155,7 @@ LAYERS: dict[type[nn.Module], Make] = {
 def sequential(
     module: nn.Module, calls: Sequence[tuple[nn.Module, Call]], operations: Operations
 ) -> Call:
-    """Return what runs the layers of a Sequential, unless it has others at that moment.
+    """Return what runs the layers of a Sequential; those that it has got since, as they are.
 
     Args:
         module: The Sequential.
@@ -163,16 +163,20 @@ def sequential(
         operations: What meets weights.
     """
     layers: Mapping[str, Any] = module._modules
-    seen, whole = [layer for layer, _ in calls], operations.whole
+    count, whole = len(calls), operations.whole
     steps = [(call, layer, *hooks_of(layer)) for layer, call in calls]
 
     def call(input: Any) -> Any:
-        if len(layers) != len(seen) or not all(map(is_, layers.values(), seen)):
+        if len(layers) != count:
             return whole(module)(input)
-        for step, now in zip(steps, layers.values(), strict=True):  # one may replace another
-            direct, layer, hooks, pre_hooks, backward_hooks, backward_pre_hooks = step
-            is_heard = hooks or pre_hooks or backward_hooks or backward_pre_hooks
-            input = whole(now)(input) if is_heard or now is not layer else direct(input)
+        # Looked up one by one, as the Sequential does: a layer may replace the next one.
+        for now, (direct, layer, hooks, pre_hooks, back_hooks, back_pre_hooks) in zip(
+            layers.values(), steps, strict=True
+        ):
+            if now is not layer or hooks or pre_hooks or back_hooks or back_pre_hooks:
+                input = whole(now)(input)
+            else:
+                input = direct(input)
         return input
 
     return call
