@@ -33,7 +33,7 @@ _FUNCTIONS = tuple(
         *(F.poisson_nll_loss, F.soft_margin_loss, F.hinge_embedding_loss, F.multi_margin_loss),
         *(F.multilabel_margin_loss, F.multilabel_soft_margin_loss),
     )
-    if function.__globals__ is vars(F)
+    if getattr(function, "__globals__", vars(F)) is vars(F)
 )
 _MODULES: dict[type, Any] = {
     kind: kind.forward

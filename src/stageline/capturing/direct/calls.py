@@ -185,7 +185,7 @@ class _Maker:
             is_known = is_as_known(module)
             return self._known(module, enters=enters) if is_known else self._whole(module)
         if kind.__module__.startswith("torch."):
-            if not _is_without_weights(module):
+            if not (self._operations.follows and _is_without_weights(module)):
                 return self._whole(module)
             self.used.append(module)
             return module

@@ -21,7 +21,7 @@ VARIABLE = "STAGELINE_SPLIT_ALL"
 BRIDGE = 1 << 19
 """What a bridge costs, in multiplications: a core makes so many in some 20 microseconds. Measured
 on two ranks, 16 microbatches and 4 Linear per stage: with 2 million multiplications for each of
-them, whole stages were a tenth faster; with 8 million it made no difference."""
+them, whole stages were a seventh faster; with 8 million it made no difference."""
 
 
 def is_worth_splitting(
