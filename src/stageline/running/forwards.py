@@ -109,11 +109,22 @@ def _run_split(
     if program.is_first and not needs_gradient:  # so it is in all microbatches
         return _run(state, program, microbatch, arrived)
     given = _arguments(state, program, microbatch) if arrived is None else arrived.leaves
+    is_decided = state.is_decided(program)
     if not state.splits(program, given) or not needs_gradient:
         return _run(state, program, microbatch, arrived)
-    leaves, known = state.leaves(program.index), state.known_layers(program)
+    packet = _run_known(state, program, microbatch, arrived)
+    if not is_decided:
+        program.worth.note(given, state.deferred[key].work)
+    return packet
+
+
+def _run_known(
+    state: StepState, program: StageProgram, microbatch: int, arrived: Packet | None
+) -> Packet | None:
+    """Run a stage with bridges; if all of its layers are known, nobody has to look on."""
+    known = state.known_layers(program)
     if known is None or (program.is_last and state.follows_loss()):
-        return _run_bridged(state, program, microbatch, arrived, Splitting(leaves, Deferred()))
+        return _run_bridged(state, program, microbatch, arrived, Splitting({}, Deferred()))
     try:
         return _run_bridged(state, program, microbatch, arrived, known.splitting)
     finally:

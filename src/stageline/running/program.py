@@ -19,6 +19,7 @@ from stageline.capturing.direct.entrances import Entrance
 from stageline.capturing.staged import VariantStage
 from stageline.running.boundary import Packet
 from stageline.running.split.layers import KnownLayers
+from stageline.running.split.worth import Worth
 from stageline.running.streams.candidates import PROMISE
 from stageline.torch_private import is_bare
 
@@ -76,6 +77,11 @@ class StageProgram:
         if type(self.module) is VariantStage and is_bare(self.module):
             return self.module.directly()
         return self._direct.now()
+
+    @cached_property
+    def worth(self) -> Worth:
+        """Whether it pays to split the backward of the stage."""
+        return Worth()
 
     @cached_property
     def known_layers(self) -> KnownLayers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from stageline.running.split.again import Inputs
 from stageline.running.split.deferred import Deferred
 from stageline.running.split.layers import KnownLayers
 from stageline.running.split.mode import splittable_parameters
-from stageline.running.split.worth import is_worth_splitting
 from stageline.running.streams.calls import CallStreams
 from stageline.running.transports.base import Endpoint, Receipt
 from stageline.torch_private import saved_tensor_hooks
@@ -114,7 +113,11 @@ class StepState:
             known = self._leaves[stage] = splittable_parameters(self.programs[stage].module)
         return known
 
-    def splits(self, program: StageProgram, given: Iterable[Any]) -> bool:
+    def is_decided(self, program: StageProgram) -> bool:
+        """Whether it is known by now if gradients of a stage wait for W in this step."""
+        return program.index in self._splits
+
+    def splits(self, program: StageProgram, given: Sequence[Any]) -> bool:
         """Whether gradients of a stage wait for W; asked in its first F, and so for the whole step.
 
         Args:
@@ -124,7 +127,7 @@ class StepState:
         known = self._splits.get(program.index)
         if known is None:
             parameters = self.leaves(program.index).values()
-            is_worth = not self.may_stay_whole or is_worth_splitting(
+            is_worth = not self.may_stay_whole or program.worth.pays(
                 parameters,
                 given,
                 num_stages=program.num_stages,

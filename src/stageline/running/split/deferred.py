@@ -30,9 +30,10 @@ class Deferred:
     Attributes:
         is_open: Whether I runs: a gradient that comes at any other time would be counted twice.
         places: How many bridges and holds were built.
+        work: About how many multiplications wait behind the bridges.
     """
 
-    __slots__ = ("_edges", "_ends", "_gradients", "is_open", "places")
+    __slots__ = ("_edges", "_ends", "_gradients", "is_open", "places", "work")
 
     def __init__(self) -> None:
         self._edges: list[Root] = []
@@ -40,6 +41,7 @@ class Deferred:
         self._ends: Collection[nn.Parameter] = ()
         self.is_open = False
         self.places = 0
+        self.work = 0
 
     @classmethod
     def whole(cls, roots: Sequence[Root], gradients: Sequence[Tensor]) -> Deferred:

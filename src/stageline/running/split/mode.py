@@ -6,6 +6,7 @@ functions apart, and what they are made of comes here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
@@ -157,7 +158,9 @@ class Splitting(TorchFunctionMode):
             with self:
                 return without_overrides(func)(*args, **kwargs)
         if func in _BRIDGED and "out" not in kwargs and len({*map(id, others)}) == len(others):
-            return self._bridged(func, args, kwargs, others)
+            made = self._bridged(func, args, kwargs, others)
+            self._deferred.work += _multiplications(weights, others, made)
+            return made
         # What an operation changes in place must be the caller's own.
         changed = args[0] if args and _changes_first(func) else None
         new = hold(self._deferred, [weight for weight in weights if weight is not changed])
@@ -171,6 +174,7 @@ class Splitting(TorchFunctionMode):
             layout = None if input in self._parameters else layout_of(input)
             is_cast = torch.is_autocast_enabled(input.device.type)
             if layout is not None and not is_cast and _can_wait(weights):
+                self._deferred.work += input.numel() * weight.shape[0]
                 return bridge_linear(self._deferred, input, weight, bias, layout)
         return self.follow(LINEAR, (input, *weights), {})
 
@@ -221,6 +225,15 @@ def _can_wait(tensors: Sequence[Tensor]) -> bool:
         and functorch_level() is None
         and all_plain(tensors)
     )
+
+
+def _multiplications(weights: Sequence[Tensor], activations: Sequence[Tensor], made: Tensor) -> int:
+    """Return about how many multiplications an operation takes: exactly, if it is one product.
+
+    Two matrices of m x k and k x n make one of m x n by m * k * n.
+    """
+    one, other = (sum(each.numel() for each in side) for side in (weights, activations))
+    return math.isqrt(one * other * made.numel())
 
 
 def _changes_first(func: Any) -> bool:
