@@ -62,6 +62,17 @@ def pipe_of(trained: nn.Sequential, **settings: Any) -> sl.Pipeline:
     return pipe
 
 
+def check_step(plain: nn.Module, trained: nn.Module, pipe: sl.Pipeline) -> None:
+    """Compare the gradients of a step with the plain model's."""
+    x, y = batch()
+    plain_step(plain, x, target=y, num_microbatches=MICROBATCHES, loss_fn=F.mse_loss)
+    pipe.step(x, target=y)
+    found = dict(trained.named_parameters())
+    wrong = [n for n, p in plain.named_parameters() if not same(found[n].grad, p.grad)]
+    assert wrong == []
+    pipe.close()
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_to_the_last_bit(schedule: str) -> None:
     plain, trained = model(), model()
@@ -110,13 +121,7 @@ def test_where_i_does_not_ascend_gradients_are_added_in_the_order_of_w() -> None
         rows.append(" ".join([*row, *(f"{stage}W{m}" for m in order)]))
     plain, trained = model(), model()
     pipe = pipe_of(trained, split=2, schedule="\n".join(rows))
-    x, y = batch()
-    plain_step(plain, x, target=y, num_microbatches=MICROBATCHES, loss_fn=F.mse_loss)
-    pipe.step(x, target=y)
-    found = dict(trained.named_parameters())
-    wrong = [n for n, p in plain.named_parameters() if not same(found[n].grad, p.grad)]
-    assert wrong == []
-    pipe.close()
+    check_step(plain, trained, pipe)
 
 
 def test_uneven_microbatches_are_all_split_or_all_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,12 +140,7 @@ def test_uneven_microbatches_are_all_split_or_all_whole(monkeypatch: pytest.Monk
     plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
     trained = copy.deepcopy(plain)
     pipe = pipe_of(trained, split=2)
-    x, y = batch()
-    plain_step(plain, x, target=y, num_microbatches=MICROBATCHES, loss_fn=F.mse_loss)
-    pipe.step(x, target=y)
-    for one, other in zip(plain.parameters(), trained.parameters(), strict=True):
-        assert same(other.grad, one.grad)
-    pipe.close()
+    check_step(plain, trained, pipe)
 
 
 @pytest.mark.parametrize(
@@ -239,10 +239,4 @@ def test_microbatches_without_a_gradient_to_hand_back(
     plain = nn.Sequential(Drops(), *layers)
     trained = copy.deepcopy(plain)
     pipe = pipe_of(trained)
-    x, y = batch()
-    plain_step(plain, x, target=y, num_microbatches=MICROBATCHES, loss_fn=F.mse_loss)
-    pipe.step(x, target=y)
-    found = dict(trained.named_parameters())
-    wrong = [n for n, p in plain.named_parameters() if not same(found[n].grad, p.grad)]
-    assert wrong == []
-    pipe.close()
+    check_step(plain, trained, pipe)
