@@ -30,7 +30,8 @@ class Worth:
     """Tells of a stage whether the gradients of its weights should wait for W.
 
     What they take is counted when the stage is split for the first time with inputs of some shapes,
-    and over-estimated until then: every weight meets every row of the input.
+    and estimated until then: every weight meets every row of the input once. That is too much for
+    convolutions, and too little for a layer that is called several times.
     """
 
     def __init__(self) -> None:
