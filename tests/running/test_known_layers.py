@@ -417,21 +417,3 @@ def test_a_layer_that_is_frozen_in_the_middle_of_a_step_ends_no_step() -> None:
     x, y = batch()
     pipe_of(stages, observer=freeze).step(x, target=y)
     assert all(p.grad is None for p in layer.parameters())  # as B, too, would leave them
-
-
-class _Forgetful(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x)  # type: ignore[call-arg]
-
-
-def test_a_call_without_a_weight_is_refused_in_torchs_own_words() -> None:
-    x, y = batch()
-    with pytest.raises(TypeError) as wanted:
-        _Forgetful()(x)
-    with pytest.raises(sl.StepError) as failure:
-        pipe_of(stages_of(_Forgetful)).step(x, target=y)
-    assert str(failure.value.__cause__) == str(wanted.value)

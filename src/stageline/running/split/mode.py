@@ -138,7 +138,7 @@ class Splitting(TorchFunctionMode):
     ) -> Any:
         if func in _ASKS:
             return func(*args, **kwargs or {})
-        if func is LINEAR and not kwargs and len(args) in (2, 3):  # or torch says what is wrong
+        if func is LINEAR and not kwargs:  # torch has looked at the arguments
             return self.linear(*args)
         return self.follow(func, args, kwargs or {})
 
