@@ -52,6 +52,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         pictures,
     ),
     "bare batch norm": (lambda: nn.BatchNorm2d(4, affine=False), pictures),
+    "group norm": (lambda: nn.GroupNorm(2, 4), pictures),
+    "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), vectors),
+    "pools": (lambda: nn.Sequential(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1)), pictures),
     "of the user": (lambda: Residual(4, 8), pictures),
     "several": (
         lambda: nn.Sequential(Residual(4, 8), nn.Flatten(), nn.Linear(8 * 64, 3), nn.GELU()),
@@ -88,7 +91,9 @@ def test_to_the_last_bit(name: str, is_training: bool) -> None:
         assert torch.equal(buffer, twin.get_buffer(name)), name
 
 
-@pytest.mark.parametrize("name", ["linear", "relu", "conv 2", "batch norm 2", "layer norm"])
+@pytest.mark.parametrize(
+    "name", ["linear", "relu", "conv 2", "batch norm 2", "layer norm", "group norm"]
+)
 def test_no_module_is_called(name: str) -> None:
     make, draw = LAYERS[name]
     module, x = nn.Sequential(make()), draw()
@@ -100,11 +105,70 @@ def test_no_module_is_called(name: str) -> None:
     assert not calls
 
 
+class Counted(nn.Identity):
+    """Has a call of its own."""
+
+    def __call__(self, *args: Any) -> Any:
+        return super().__call__(*args)
+
+
 def test_of_a_block_of_the_users_own_only_unknown_layers_are_called() -> None:
-    block = nn.Sequential(Residual(4, 8), nn.Identity())
+    block = nn.Sequential(Residual(4, 8), nn.Identity(), Counted())
     with calls_of_modules() as calls:
         directly(block, pictures())
-    assert [type(module) for module in calls] == [nn.Identity]
+    assert [type(module) for module in calls] == [Counted]
+
+
+def other_memory(norm: Any) -> None:
+    norm.num_batches_tracked.data = torch.tensor(40)
+
+
+def shared_memory(norm: Any) -> None:
+    norm.num_batches_tracked.share_memory_()
+
+
+def other_tensor(norm: Any) -> None:
+    norm.num_batches_tracked = torch.tensor(50)
+
+
+def shorter_number(norm: Any) -> None:
+    norm.num_batches_tracked = torch.tensor(60, dtype=torch.int32)
+
+
+def other_value(norm: Any) -> None:
+    norm.load_state_dict({**norm.state_dict(), "num_batches_tracked": torch.tensor(70)})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [nn.Module.train, other_memory, shared_memory, other_tensor, shorter_number, other_value],
+)
+def test_batches_are_counted_wherever_their_number_lies(change: Callable[[Any], object]) -> None:
+    """1 is added in its memory, without an operation of torch."""
+    plain = nn.BatchNorm2d(4)
+    twin = copy.deepcopy(plain)
+    direct = DirectCall(twin).now()
+    for _ in range(2):
+        for norm, call in ((plain, plain), (twin, direct)):
+            for _ in range(3):
+                call(pictures())
+            change(norm)
+            call(pictures())
+    assert plain.num_batches_tracked is not None
+    assert twin.num_batches_tracked is not None
+    assert torch.equal(plain.num_batches_tracked, twin.num_batches_tracked)
+    assert plain.num_batches_tracked.dtype is twin.num_batches_tracked.dtype
+
+
+def test_a_graph_that_needs_the_number_of_batches_knows_that_it_has_changed() -> None:
+    norm = nn.BatchNorm2d(4)
+    call = DirectCall(norm).now()
+    call(pictures())
+    assert norm.num_batches_tracked is not None
+    scaled = pictures().requires_grad_() * norm.num_batches_tracked
+    call(pictures())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        scaled.sum().backward()
 
 
 BAD: dict[str, tuple[nn.Module, Tensor]] = {

@@ -141,12 +141,15 @@ def _has_plain_attributes(module: nn.Module) -> bool:
     return all(getattr(type(module), name) is getattr(nn.Module, name) for name in names)
 
 
-def _is_without_weights(module: nn.Module) -> bool:
-    """Whether a module of torch's, whatever it does, does it to its input alone."""
+def _is_written_by_torch(module: nn.Module) -> bool:
+    """Whether what a module does was written with its class; torch.fx runs code of the user's."""
     forward = getattr_static(type(module), "forward")
     written_in = getattr(forward, "__globals__", {}).get("__name__", "")
-    if not written_in.startswith("torch.nn.modules."):
-        return False  # torch.fx and others run code of the user's
+    return str(written_in).startswith("torch.nn.modules.")
+
+
+def _is_without_weights(module: nn.Module) -> bool:
+    """Whether a module of torch's, whatever it does, does it to its input alone."""
     held = [*module._modules.values(), *module._parameters.values(), *vars(module).values()]
     return not any(isinstance(each, (nn.Module, Tensor)) for each in held)
 
@@ -185,11 +188,17 @@ class _Maker:
             is_known = is_as_known(module)
             return self._known(module, enters=enters) if is_known else self._whole(module)
         if kind.__module__.startswith("torch."):
-            if not (self._operations.follows and _is_without_weights(module)):
-                return self._whole(module)
-            self.used.append(module)
-            return module
+            return self._of_torch(module)
         return self._rewritten(module, enters=enters)
+
+    def _of_torch(self, module: nn.Module) -> Call:
+        """Return the forward of a module of torch's: what its call comes to, if nobody listens."""
+        is_followed = self._operations.follows and not _is_without_weights(module)
+        if is_followed or not _is_written_by_torch(module):
+            return self._whole(module)
+        self.used.append(module)
+        forward: Call = module.forward
+        return forward
 
     def _whole(self, module: nn.Module) -> Call:
         self.knows_all = False
