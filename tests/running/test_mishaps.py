@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import stageline as sl
 from stageline.running.control import member as members
-from stageline.running.transports import channels
+from stageline.running.transports import outgoing
 from stageline.testing import RankPool
 from tests.running.faults import Bench, Fault, Outcome
 
@@ -86,7 +86,7 @@ def _full_windows_and_pieces(rank: int, transport: str) -> list[Any]:
     """Packets of 128 KiB; no more shared memory than one slab for each channel."""
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(channels, "whole_size", lambda size: 1 << 60)
+        patch.setattr(outgoing, "whole_size", lambda size: 1 << 60)
         bench = Bench(rank, 2, transport=transport, rows=1 << 15)
         found += bench.what_is_wrong()
         for mode in ("step", "evaluate", "infer"):

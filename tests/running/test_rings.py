@@ -32,10 +32,10 @@ def ends() -> Iterator[tuple[Writer, Reader]]:
 
 
 def taken(reader: Reader) -> int:
-    record = reader.look()
+    record = reader.next()
     assert record is not None
     (number,) = record
-    reader.free()
+    reader.free(number % CAPACITY)
     return int(number)
 
 
@@ -52,8 +52,41 @@ def test_records_come_in_order_also_around_the_end(ends: tuple[Writer, Reader]) 
             writer.put(number)
         while reader.has_news:
             got.append(taken(reader))
-        assert writer.num_read == len(got)
+        assert writer.num_freed == len(got)
     assert got == list(range(5 * CAPACITY))
+
+
+def test_what_records_tell_of_is_given_back_in_any_order(ends: tuple[Writer, Reader]) -> None:
+    writer, reader = ends
+    for number in (3, 5, 9):
+        writer.put(number)
+    assert [reader.next() for _ in range(4)] == [(3,), (5,), (9,), None]
+    assert not reader.has_news
+    for number in (5, 9):
+        reader.free(number)
+    assert writer.num_freed == 2
+    assert [number for number in (3, 5, 9) if writer.takes_back(number)] == [5, 9]
+    assert not writer.takes_back(5)
+    reader.free(3)
+    assert writer.takes_back(3)
+
+
+def test_a_reader_who_sleeps_is_called_by_a_writer_who_needs_something_back(
+    ends: tuple[Writer, Reader],
+) -> None:
+    writer, reader = ends
+    writer.put(1)
+    assert reader.next() == (1,)
+    reader.lie_down()
+    assert not reader.is_waited_for
+    writer.lie_down()
+    assert slept(reader)
+    assert reader.is_waited_for
+    reader.get_up()
+    reader.free(1)
+    assert slept(writer)
+    writer.get_up()
+    assert not reader.is_waited_for
 
 
 def test_nobody_who_is_awake_is_called(ends: tuple[Writer, Reader]) -> None:

@@ -16,6 +16,7 @@ from stageline.errors import PipeError
 from stageline.running.boundary import Packet, leave
 from stageline.running.slabs import SMALLEST, can_share_memory
 from stageline.running.transports.base import Edge, Endpoint
+from stageline.running.transports.packing import Place
 from tests.running.party import Memory, SharedParty, shared_party
 from tests.running.scenarios import (
     SCENARIOS,
@@ -203,6 +204,79 @@ def test_a_packet_that_cannot_be_read_in_place_is_read_all_the_same(
     mean = big.double().mean().item()
     wanted = {"another came first": [2, 0, 1], "a reader fails": [1, 2]}.get(how, [0, 1, 2])
     assert party.run(story)[1] == [mean + index for index in wanted]
+
+
+def test_a_packet_that_comes_before_its_turn_stays_where_it_lies(
+    party: SharedParty, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was copied out to look behind it: in a V, ranks held a packet more than they needed."""
+    copied: list[int] = []
+    real = Place.copy
+
+    def copy(place: Place) -> Packet:
+        packet = real(place)
+        copied.append(int(packet.leaves[0][0]))
+        return packet
+
+    monkeypatch.setattr(Place, "copy", copy)
+
+    def story(rank: int, endpoint: Endpoint) -> list[float]:
+        order = [1, *range(4, 40), 3, 0, 2]
+        if rank == 0:
+            for index in range(40):
+                endpoint.send(edge(index), Packet([torch.full((500,), float(index))]))
+                if index in order[:-3]:
+                    endpoint.receive(edge(index, source=1)).wait()
+            return []
+        sums = []
+        for index in order:
+            sums.append(endpoint.receive(edge(index)).wait().leaves[0].sum().item() / 500)
+            endpoint.send(edge(index, source=1), Packet([torch.full((1,), -1.0)]))
+        assert [index for index in copied if index >= 0] == order
+        return sums
+
+    assert party.run(story)[1] == [1, *range(4, 40), 3, 0, 2]
+    # Three stay, and what passes them is given back: there are two more, and three the other way.
+    assert len(memory.made) <= 3 + 2 + 3
+
+
+def between(source: int, target: int, index: int) -> Edge:
+    return Edge(source, target, "F", index, source, target)
+
+
+# What rank 0 asks for: of which rank, and which packet.
+@pytest.mark.parametrize(
+    "asked",
+    [
+        [(1, 5), (2, 0), (2, 1), (2, 2), (2, 3)],
+        [(2, 1), (1, 5), (2, 0), (2, 2), (2, 3)],  # a packet stays in its slab
+    ],
+)
+def test_a_rank_that_waits_for_another_makes_room_for_a_third(
+    asked: list[tuple[int, int]], memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With little memory three ranks waited for each other in a ring, for ever.
+
+    Rank 2 for room towards rank 0, which waited for rank 1, which waited for rank 2.
+    """
+
+    def story(rank: int, endpoint: Endpoint) -> list[float]:
+        wanted = [asked, [(2, 4)], []][rank]
+        sums = [
+            endpoint.receive(between(source, rank, index)).wait().leaves[0].mean().item()
+            for source, index in wanted
+        ]
+        sent = [[], [(0, 5)], [(0, 0), (0, 1), (0, 2), (0, 3), (1, 4)]][rank]
+        for target, index in sent:
+            endpoint.send(between(rank, target, index), Packet([torch.full((500,), float(index))]))
+        return sums
+
+    with shared_party(monkeypatch, 3) as party:
+        for source, target in ((2, 0), (2, 1), (1, 0)):
+            party.transports[source].prepare(target)
+        memory.room = 4
+        got = party.run(story)
+    assert got == [[index for _, index in asked], [4], []]
 
 
 @pytest.mark.parametrize("sent", [torch.ones(500), torch.ones(20, 25).t(), torch.ones(501)[1:]])

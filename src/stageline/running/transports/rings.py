@@ -1,9 +1,9 @@
 """Records in memory that two processes share: one writes them, the other reads them, in order.
 
-            ┌──────┬──────┬──────┬──────┐
-    tail ─▶ │ read │      │      │ free │ ◀─ head        both only count upwards
-            └──────┴──────┴──────┴──────┘
+    records   │ read │ read │ unread │      │ ◀─ head: how many were written
+    things    │ free │      │ free   │ free │            what records tell of, by number
 
+Reading a record is one thing, giving back what it tells of another: that may be done in any order.
 While both sides are awake, neither makes a system call. A side that goes to sleep says so in the
 memory and listens to its bell, a pipe; the other one rings it. A pipe also ends when the process at
 its other end does, which is how a dead neighbour is noticed.
@@ -23,8 +23,9 @@ from stageline.running.transports.barriers import KEEPS_ORDER, fence, fence_othe
 CAPACITY = 256  # records
 _PLACE = 64  # bytes of a record
 # Words, each in a cache line of its own: they are written by different sides.
-_HEAD, _TAIL, _READER_SLEEPS, _WRITER_SLEEPS = 0, 8, 16, 24
-_FIRST = 256  # byte at which records begin
+_HEAD, _NUM_FREED, _READER_SLEEPS, _WRITER_SLEEPS = 0, 8, 16, 24
+_FREED = 256  # byte that says of the first thing whether it was given back; others follow
+_FIRST = _FREED + CAPACITY  # byte at which records begin
 _SIZE = _FIRST + CAPACITY * _PLACE
 _ALL = 1 << 16  # bytes: more than a pipe holds
 
@@ -45,7 +46,7 @@ class Ring:
         # Views and not arrays of ctypes, which take twice as long once they have left the caches.
         whole = memoryview((ctypes.c_char * _SIZE).from_address(self._memory.address))
         self._records = whole.cast("B")
-        self._words = self._records[:_FIRST].cast("Q")
+        self._words = self._records[:_FREED].cast("Q")
         self._fences = fences
         self._sleeps = sleeps
         self._others = others
@@ -79,7 +80,10 @@ class Ring:
 
 
 class Writer(Ring):
-    """The side that writes; it makes the ring. No more than ``CAPACITY`` records may be unread.
+    """The side that writes; it makes the ring.
+
+    Records tell of things with numbers below ``CAPACITY``, each of which is told of again only once
+    it was given back: so no more than ``CAPACITY`` records are ever unread.
 
     Args:
         layout: Of a record.
@@ -116,9 +120,25 @@ class Writer(Ring):
             self._wake_other()
 
     @property
-    def num_read(self) -> int:
-        """How many records the other side has read so far, and needs no more."""
-        return self._words[_TAIL]
+    def num_freed(self) -> int:
+        """How often the other side has given something back so far."""
+        return self._words[_NUM_FREED]
+
+    def takes_back(self, number: int) -> bool:
+        """Take a thing back, if it was given back."""
+        place = _FREED + number
+        if not KEEPS_ORDER:
+            fence()
+        if not self._records[place]:
+            return False
+        self._records[place] = 0
+        return True
+
+    def lie_down(self) -> None:
+        """Say that this side sleeps until something is given back, also to a reader who sleeps."""
+        super().lie_down()
+        if self._words[self._others]:
+            self._wake_other()
 
 
 class Reader(Ring):
@@ -130,26 +150,38 @@ class Reader(Ring):
         os.close(file)
         self._unpack = layout.unpack_from
         self._read = 0
+        self._num_freed = 0
 
     @property
     def has_news(self) -> bool:
         """Whether there is a record that was not read."""
         return self._words[_HEAD] != self._read
 
-    def look(self) -> tuple[Any, ...] | None:
-        """Return the next record, if there is one; all that belongs to it stays until ``free``."""
+    def next(self) -> tuple[Any, ...] | None:
+        """Read a record, if there is one; what it tells of stays as it is until ``free``."""
         read = self._read
         if self._words[_HEAD] == read:
             return None
         if not KEEPS_ORDER:
             fence()
+        self._read = read + 1
         return self._unpack(self._records, _FIRST + read % CAPACITY * _PLACE)
 
-    def free(self) -> None:
-        """Say that the record which was looked at is needed no more."""
+    def free(self, number: int) -> None:
+        """Give back a thing that a record has told of."""
         words = self._words
-        words[_TAIL] = self._read = self._read + 1
+        if not KEEPS_ORDER:  # it has been read before it is given back, and given back when counted
+            fence()
+        self._records[_FREED + number] = 1
+        if not KEEPS_ORDER:
+            fence()
+        words[_NUM_FREED] = self._num_freed = self._num_freed + 1
         if self._fences:
             fence()
         if words[self._others]:  # it sleeps
             self._wake_other()
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether the other side sleeps until something is given back."""
+        return bool(self._words[self._others])

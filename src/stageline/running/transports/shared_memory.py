@@ -8,7 +8,8 @@ without an error. Only ``Receipt.read`` sees it where it lies, and the slab is f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import select
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from stageline.errors import PipeError
@@ -22,13 +23,9 @@ from stageline.running.transports.base import (
     ProcessTransport,
     Receipt,
 )
-from stageline.running.transports.channels import (
-    Incoming,
-    Outgoing,
-    channel_key,
-    generation_of,
-    sleep_beside,
-)
+from stageline.running.transports.channels import BACKSTOP, channel_key, generation_of
+from stageline.running.transports.incoming import Incoming
+from stageline.running.transports.outgoing import Outgoing
 
 _SLICE = 0.05  # seconds
 
@@ -56,6 +53,9 @@ class SharedMemoryTransport(ProcessTransport):
 
     Args:
         member: This rank's side of the control plane; channels are set up through it.
+
+    Attributes:
+        may_wait: Whether packets may stay in their slabs, and this rank take in what it need not.
     """
 
     name = "shared memory"
@@ -65,12 +65,13 @@ class SharedMemoryTransport(ProcessTransport):
         self._generation = 0
         self.outgoing = _Channels(self._make_outgoing)
         self.incoming = _Channels(self._make_incoming)
-        self._takes_in = True
+        self.may_wait = True
 
     def open(self, *, epoch: int, window: int | None) -> Endpoint:
         # Windows are for packets that travel one way: nobody can wait for each other, and whoever
-        # took in more than it needs would take the bound away.
-        self._takes_in = window is None
+        # took in more than it needs would take the bound away. A packet that stayed in its slab
+        # would count as one under way, and keep others from coming.
+        self.may_wait = window is None
         return _SharedMemoryEndpoint(self, epoch, window)
 
     def prepare(self, target: int) -> None:
@@ -92,7 +93,7 @@ class SharedMemoryTransport(ProcessTransport):
             ) from cause
 
     def _make_incoming(self, source: int) -> Incoming:
-        return Incoming(self.member, source, self._generation)
+        return Incoming(self.member, source, self._generation, self)
 
     def _wait_for_room(self, channel: Outgoing, what: str) -> None:
         """Sleep until a receiver has read something; take in, meanwhile, what others send here.
@@ -103,15 +104,23 @@ class SharedMemoryTransport(ProcessTransport):
         while not channel.take_back():
             incoming = self._channels_to_take_in()
             for one in incoming:
-                while one.has_news:
-                    one.take_in()
+                one.take_in()
             # A channel that is yet to be made wakes nobody, so look again soon.
-            patience = min(slow.patience, _SLICE) if self._takes_in else slow.patience
-            sleep_beside([channel, *incoming], self.member, patience)
+            patience = min(slow.patience, _SLICE) if self.may_wait else slow.patience
+            _sleep_beside([channel, *incoming], self.member, patience)
             slow.note()
 
+    def make_room(self) -> None:
+        """Copy out what has come to this rank from whoever waits for a slab.
+
+        A rank that waits for another may keep a third one from sending, which that one waits for.
+        """
+        for channel in self._channels_to_take_in():
+            if channel.is_waited_for:
+                channel.take_in()
+
     def _channels_to_take_in(self) -> list[Incoming]:
-        if not self._takes_in:
+        if not self.may_wait:
             return []
         for source in self.member.who_posted(channel_key(self._generation)):
             self.incoming[source]  # is made
@@ -165,3 +174,24 @@ class _SharedMemoryReceipt(Receipt):
     def read(self, use: Callable[[Packet], None]) -> None:
         edge = self._edge
         self._transport.incoming[edge.source_rank].read(edge, self._epoch, use)
+
+
+def _sleep_beside(channels: Sequence[Outgoing | Incoming], member: Member, seconds: float) -> None:
+    """Sleep until there is news on one of several channels.
+
+    Raises:
+        Aborted: A rank has failed.
+    """
+    poll = select.poll()
+    poll.register(member.wake_file, select.POLLIN)
+    for channel in channels:
+        poll.register(channel.ring.bell, select.POLLIN)
+        channel.ring.lie_down()
+    if not any(channel.has_news for channel in channels):
+        poll.poll(min(seconds, BACKSTOP) * 1000)
+    ended = [channel for channel in channels if not channel.ring.get_up()]
+    if member.failure is not None:
+        raise Aborted
+    for channel in ended:
+        if not channel.has_news:
+            raise channel.gone()
