@@ -279,6 +279,33 @@ def test_a_rank_that_waits_for_another_makes_room_for_a_third(
     assert got == [[index for _, index in asked], [4], []]
 
 
+class Late:
+    """What a receiver sleeps on: a packet comes just after it has stopped listening."""
+
+    def __init__(self, come: Callable[[], None]) -> None:
+        self._come: Callable[[], None] | None = come
+
+    def poll(self, timeout: float) -> list[tuple[int, int]]:
+        assert self._come is not None, "it sleeps beside the packet that it waits for"
+        come, self._come = self._come, None
+        come()
+        return []
+
+
+def test_a_packet_that_comes_while_room_is_made_is_not_overslept(party: SharedParty) -> None:
+    """Who made room copied it out of the ring, and then waited for news in the ring."""
+    sender, receiver = (transport.open(epoch=0, window=None) for transport in party.transports)
+    sender.send(edge(0), Packet([0.0]))
+    receiver.receive(edge(0)).wait()
+
+    def come() -> None:
+        sender.send(edge(1), Packet([7.0]))
+        party.transports[0].outgoing[1].ring.lie_down()  # as if it needed its slab at once
+
+    vars(party.transports[1].incoming[0])["_poll"] = Late(come)
+    assert receiver.receive(edge(1)).wait().leaves == [7.0]
+
+
 @pytest.mark.parametrize("sent", [torch.ones(500), torch.ones(20, 25).t(), torch.ones(501)[1:]])
 def test_packets_arrive_on_the_cpu_whatever_the_default_device(
     sent: Tensor, party: SharedParty

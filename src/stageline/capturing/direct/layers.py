@@ -108,7 +108,7 @@ def _layer_norm(module: Any, operations: Operations) -> Call:
 def _number_of(count: Any) -> tuple[Any, int, Any]:
     """Return a number of batches, its address and its memory; nothing if it is not an ordinary one.
 
-    An operation of torch takes 8 us to add 1 to it when all is cold: the tenth part of a layer.
+    An operation of torch takes 8 us to add 1 to it when all is cold.
     """
     is_plain = type(count) is Tensor and count.is_cpu and count.layout is torch.strided
     if not is_plain or count.dtype is not torch.int64 or count.dim() or count.is_inference():

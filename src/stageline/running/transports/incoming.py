@@ -35,8 +35,8 @@ class Others(Protocol):
 
     may_wait: bool
 
-    def make_room(self) -> None:
-        """Copy out what has come to this rank from whoever waits for a slab."""
+    def make_room(self, waiting: Incoming) -> None:
+        """Copy out what has come through the other channels whose senders need a slab."""
 
 
 class Incoming:
@@ -128,7 +128,7 @@ class Incoming:
                 self._copy_out_early()
             timeout = min(slow.patience, BACKSTOP) * 1000
             if not ring.has_news and not self._poll.poll(timeout):
-                self._others.make_room()
+                self._others.make_room(self)
             is_there = ring.get_up()
             if not is_there and not ring.has_news:
                 raise self.gone(edge)

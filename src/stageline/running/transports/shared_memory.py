@@ -110,13 +110,14 @@ class SharedMemoryTransport(ProcessTransport):
             _sleep_beside([channel, *incoming], self.member, patience)
             slow.note()
 
-    def make_room(self) -> None:
-        """Copy out what has come to this rank from whoever waits for a slab.
+    def make_room(self, waiting: Incoming) -> None:
+        """Copy out what has come through the other channels whose senders need a slab.
 
         A rank that waits for another may keep a third one from sending, which that one waits for.
+        What comes through the channel itself is news to it, and nobody else may read that.
         """
         for channel in self._channels_to_take_in():
-            if channel.is_waited_for:
+            if channel is not waiting and channel.is_waited_for:
                 channel.take_in()
 
     def _channels_to_take_in(self) -> list[Incoming]:
