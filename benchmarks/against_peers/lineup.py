@@ -11,9 +11,12 @@ TORCH = "torch pipelining, 1F1B"
 PLAIN = "plain, one thread"
 OURS = "stageline processes, 1f1b"
 AGAIN = "the same again (A/A)"
+THREADS = "stageline threads, 1f1b"
 LIMIT = "limit of 1F1B"
 REPLAYED = "the same, replayed"
 THREADS_LIMIT = "limit of 1F1B in threads"
+YARDSTICKS = frozenset({PLAIN, OURS, AGAIN, THREADS, TORCH, LIMIT})
+"""What all others are measured by, and what goals are about."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ class Entry:
         return (LIMIT, REPLAYED) if self.name == LIMIT else (self.name,)
 
     @property
+    def is_yardstick(self) -> bool:
+        """Whether it is in every heat."""
+        return self.name in YARDSTICKS
+
+    @property
     def is_limit(self) -> bool:
         return self.kind == "stage_times"
 
@@ -56,7 +64,7 @@ def short() -> list[Entry]:
         Entry(PLAIN, "plain", processes=1),
         Entry(OURS, "ours"),
         Entry(AGAIN, "ours"),
-        Entry("stageline threads, 1f1b", "ours", processes=1),
+        Entry(THREADS, "ours", processes=1),
         Entry(TORCH, "torch_pipelining"),
         Entry(LIMIT, "stage_times"),
     ]
@@ -70,7 +78,7 @@ def full(case: Case) -> list[Entry]:
         Entry(OURS, "ours"),
         Entry(AGAIN, "ours"),
         *_ours_more(case),
-        Entry("stageline threads, 1f1b", "ours", processes=1),
+        Entry(THREADS, "ours", processes=1),
         Entry("stageline threads, zb-h1", "ours", {"schedule": "zb-h1"}, processes=1),
         *_torch(case),
         Entry("fairscale Pipe", "fairscale_pipe", processes=1, environment="fairscale"),

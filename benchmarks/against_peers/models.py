@@ -33,6 +33,7 @@ class Case:
         num_microbatches: Of a step.
         cuts: Layers per stage, by the number of stages.
         steps: How many steps a turn has: a few tenths of a second.
+        rounds: Of a race, unless somebody asks for more or fewer.
         rate: Of SGD: large enough that a missing gradient shows in the next loss.
         dropout: While timed; nothing is dropped while results are compared.
         each: What to split at for a stage per call of a module, where a module is called again.
@@ -47,6 +48,7 @@ class Case:
     num_microbatches: int
     cuts: dict[int, list[int]]
     steps: int
+    rounds: int = 10
     rate: float = 0.05
     dropout: float = 0.0
     each: str | None = None
@@ -290,6 +292,7 @@ _CASES = (
         num_microbatches=16,
         cuts=HALVES_OF_16,
         steps=1,
+        rounds=5,
     ),
     Case(
         letter="d",
@@ -301,6 +304,7 @@ _CASES = (
         num_microbatches=8,
         cuts=HALVES_OF_10,
         steps=1,
+        rounds=5,
         dropout=0.1,
     ),
     Case(
@@ -312,7 +316,7 @@ _CASES = (
         rows=4,
         num_microbatches=8,
         cuts=HALVES_OF_10,
-        steps=4,
+        steps=8,
         rate=0.001,
     ),
     Case(

@@ -1,8 +1,9 @@
-"""The race: contestants that live side by side and run one after the other, round after round.
+"""The race: contestants that live side by side and run one after the other, heat after heat.
 
-Every contestant is a group of processes that sleep on a pipe while it is not their turn. In every
-round each has one turn, in random order, so load that comes and goes hits all alike; what is
-compared are times of one round.
+Every contestant is a group of processes that sleep on a pipe while it is not their turn. A heat is
+a turn for each of the yardsticks, in random order, and then for some of the others; in a round of
+heats each of the others has one turn. What is compared are times of one heat: turns that lie close
+together, so that load which comes and goes hits both alike.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import select
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from results import LOGS, Outcome
 
 TOLERANCE = 1e-4  # of a loss, relative
 PATIENCE = 300.0  # seconds for an answer
+OTHERS = 4  # contestants of a heat that are no yardsticks
 Answer = dict[str, Any]
 
 
@@ -148,28 +150,44 @@ def _environment(entry: Entry, python: Path) -> dict[str, str]:
 
 
 def race(case: Case, entries: Iterable[Entry], rounds: int, nurseries: Nurseries) -> Outcome:
-    """Run a case; the first round warms up and is not counted."""
+    """Run a case; a heat of all contestants comes first, warms up and is not counted."""
     entries = list(entries)
     order = [name for entry in entries for name in entry.names]
     outcome, shuffle = Outcome(case, order), random.Random(0)
     with ExitStack() as stack:
         groups = _started(case, entries, nurseries, outcome, stack)
-        for number in range(rounds + 1):
-            for group in shuffle.sample(groups, len(groups)):
-                name = group.entry.name
-                if name in outcome.failures:
-                    continue
-                try:
-                    seconds, cpu = group.turn()
-                except Failed as failure:
-                    outcome.failures[name] = str(failure)
-                    outcome.seconds.pop(name, None)
-                    continue
-                for shown, each in seconds.items() if number else ():
-                    outcome.seconds.setdefault(shown, []).append(each)
-                    outcome.cpu.setdefault(shown, []).append(cpu)
+        heats = [groups, *(heat for _ in range(rounds) for heat in _round(groups, shuffle))]
+        for number, heat in enumerate(heats):
+            for group in heat:
+                _run(group, number, outcome)
             outcome.load.append(os.getloadavg()[0])
     return outcome
+
+
+def _round(groups: Sequence[Group], shuffle: random.Random) -> Iterator[list[Group]]:
+    """Yield the heats of one round, each in the order in which its contestants run."""
+    yardsticks = [group for group in groups if group.entry.is_yardstick]
+    others = [group for group in groups if not group.entry.is_yardstick]
+    shuffle.shuffle(others)
+    for first in range(0, max(1, len(others)), OTHERS):
+        yield shuffle.sample(yardsticks, len(yardsticks)) + others[first : first + OTHERS]
+
+
+def _run(group: Group, heat: int, outcome: Outcome) -> None:
+    """Give a contestant its turn, and note its times unless it warms up."""
+    name = group.entry.name
+    if name in outcome.failures:
+        return
+    try:
+        seconds, cpu = group.turn()
+    except Failed as failure:
+        outcome.failures[name] = str(failure)
+        for shown in group.entry.names:
+            outcome.seconds.pop(shown, None)
+        return
+    for shown, each in seconds.items() if heat else ():
+        outcome.seconds.setdefault(shown, {})[heat] = each
+        outcome.cpu.setdefault(shown, {})[heat] = cpu
 
 
 def _started(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, fields
 from datetime import date
+from typing import Any
 
 from environments import ROOT
 from models import CASES, Case
 
+Heats = dict[int, float]
 LOGS = ROOT / "build" / "against_peers"
 
 
@@ -19,8 +21,8 @@ class Outcome:
     Attributes:
         case: Which.
         order: The names of its entries, as they stand in tables.
-        seconds: Of a step in every round, by entry.
-        cpu: Seconds of CPU time of a step in every round, all threads and processes together.
+        seconds: Of a step, by entry and number of the heat.
+        cpu: Seconds of CPU time of a step, all threads and processes together, likewise.
         failures: Why an entry is not among them, or was wrong.
         untied: Entries that train copies of a block which is one block.
         versions: Of the packages that took part.
@@ -30,8 +32,8 @@ class Outcome:
 
     case: Case
     order: list[str]
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    cpu: dict[str, list[float]] = field(default_factory=dict)
+    seconds: dict[str, Heats] = field(default_factory=dict)
+    cpu: dict[str, Heats] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     untied: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
@@ -51,4 +53,12 @@ def saved() -> list[Outcome]:
     """Return the last results of every case that has any."""
     files = [LOGS / f"{letter}.json" for letter in CASES]
     kept = [json.loads(file.read_text()) for file in files if file.exists()]
-    return [Outcome(**{**each, "case": CASES[each["case"]]}) for each in kept]
+    return [_restored(each) for each in kept]
+
+
+def _restored(kept: dict[str, Any]) -> Outcome:
+    kept["case"] = CASES[kept["case"]]
+    for what in ("seconds", "cpu"):  # in JSON the numbers of heats are words
+        heats = kept[what].items()
+        kept[what] = {name: {int(heat): x for heat, x in found.items()} for name, found in heats}
+    return Outcome(**kept)

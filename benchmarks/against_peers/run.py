@@ -27,7 +27,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--peers", type=Path, default=FOLDER, help="where these environments are")
     parser.add_argument("--cases", default="", help="letters of the cases, such as abd")
     parser.add_argument("--only", default="", help="entries whose names hold one of these, a,b,...")
-    parser.add_argument("--rounds", type=int, default=0, help="how often each has its turn")
+    parser.add_argument("--rounds", type=int, default=0, help="in which each has one turn or more")
     parser.add_argument("--write", action="store_true", help="put tables and plot into this folder")
     return parser.parse_args()
 
@@ -60,11 +60,12 @@ def main() -> None:
         install(asked.peers, list(PEERS))
         return
     letters = asked.cases or ("ab" if asked.short else "".join(CASES))
-    rounds = asked.rounds or (5 if asked.short else 11)
     raced: list[Outcome] = []
     with Nurseries(asked.peers) as nurseries:
         for letter in letters:
-            outcome = race(CASES[letter], entries(CASES[letter], asked), rounds, nurseries)
+            case = CASES[letter]
+            rounds = asked.rounds or (5 if asked.short else case.rounds)
+            outcome = race(case, entries(case, asked), rounds, nurseries)
             print(f"{table.markdown(outcome)}\n", flush=True)
             raced.append(outcome)
             if not asked.short and not asked.only:

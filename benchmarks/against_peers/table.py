@@ -28,20 +28,19 @@ class Line:
 
 
 def ratio(outcome: Outcome, over: str, under: str) -> float | None:
-    """Return the median of a ratio taken in every round: load that comes and goes cancels."""
-    above, below = outcome.seconds.get(over), outcome.seconds.get(under)
-    if above is None or below is None:
-        return None
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+    """Return the median of a ratio taken in every heat: load that comes and goes cancels."""
+    above, below = outcome.seconds.get(over, {}), outcome.seconds.get(under, {})
+    ratios = [above[heat] / below[heat] for heat in above.keys() & below.keys()]
+    return statistics.median(ratios) if ratios else None
 
 
 def lines(outcome: Outcome) -> list[Line]:
     return [
         Line(
             name,
-            1000 * statistics.median(outcome.seconds[name]),
-            1000 * statistics.median(outcome.cpu[name]),
-            _spread(outcome.seconds[name]),
+            1000 * statistics.median(outcome.seconds[name].values()),
+            1000 * statistics.median(outcome.cpu[name].values()),
+            _spread([*outcome.seconds[name].values()]),
             ratio(outcome, TORCH, name),
             ratio(outcome, PLAIN, name),
             ratio(outcome, LIMIT, name),
@@ -79,8 +78,9 @@ def markdown(outcome: Outcome) -> str:
         text.append(f"| {name} | {why.replace('|', '/')} | | | | | | |")
     same = ratio(outcome, OURS, AGAIN)
     if same is not None:
-        rounds = f"{len(outcome.seconds[OURS])} rounds, load {_range(outcome.load)}"
-        text += ["", f"A/A: {same:.2f}; {rounds}."]
+        fewest = min(map(len, outcome.seconds.values()))
+        heats = f"{len(outcome.seconds[OURS])} heats, every contestant in {fewest} or more"
+        text += ["", f"A/A: {same:.2f}; {heats}; load {_range(outcome.load)}."]
     return "\n".join(text)
 
 
