@@ -76,7 +76,7 @@ def test_process_group_can_be_forced(tmp_path: Path) -> None:
         assert job.wait() == [0, 0], job.printed()
         for rank in (0, 1):
             assert job.reports(rank, "ready")[0]["transport"] == "ProcessGroupTransport"
-            assert job.reports(rank, "ready")[0]["mapped"] == []
+            assert len(job.reports(rank, "ready")[0]["mapped"]) == 1  # where ranks agree on steps
             assert job.reports(rank, "trained")[0]["equal"] == 4
 
 
@@ -133,13 +133,13 @@ print("left", os.listdir("/dev/shm"), space.f_blocks - space.f_bfree)
     [
         ("64k", None, "ProcessGroupTransport"),
         pytest.param("64k", "shared-memory", "ProcessGroupTransport", marks=pytest.mark.slow),
-        pytest.param("128k", None, "SharedMemoryTransport", marks=pytest.mark.slow),
+        pytest.param("192k", None, "SharedMemoryTransport", marks=pytest.mark.slow),
     ],
 )
 def test_a_memory_that_is_too_small_means_gloo_and_one_line(
     size: str, transport: str | None, used: str, tmp_path: Path
 ) -> None:
-    """128 KiB hold the first slab of both channels: packets then take turns in them."""
+    """192 KiB hold the first slab of both channels, in which packets then take turns."""
     reason = why_no_small_memory()
     if reason is not None:
         pytest.skip(reason)

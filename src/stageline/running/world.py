@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from stageline.errors import PeerError
-from stageline.torch_private import Store, default_store
+from stageline.torch_private import Store, default_store, environment_store
 
 
 @dataclass(frozen=True)
@@ -34,22 +33,24 @@ class World:
         return world if world.size > 1 else None
 
     def store(self, timeout: float) -> Store:
-        """Return the store of the job; the first who asks joins the world."""
-        limit = timedelta(seconds=timeout)
-        if not dist.is_initialized():
+        """Return the store of the job: that of the script's own world, where it has made one.
+
+        Otherwise the store alone is joined. A world of torch's would come with a thread of gloo's
+        that wakes up a hundred times a second, for nothing; and with it the script can still make
+        one of its own, with the backend that it wants.
+        """
+        if dist.is_initialized():
+            return default_store()
+        if self not in _stores:
             try:
-                dist.init_process_group("gloo", timeout=limit)
+                _stores[self] = environment_store(timedelta(seconds=timeout))
             except (dist.DistError, RuntimeError, ValueError) as cause:
                 raise PeerError(
                     f"rank {self.rank} did not meet the {self.size} processes of the job within "
                     f"{timeout:g} s ({str(cause).splitlines()[0]}): a process has not started, has "
                     "failed before, or cannot reach MASTER_ADDR and MASTER_PORT"
                 ) from cause
-            # Finalizers run last made, first run: pipelines close before their world does.
-            weakref.finalize(dist, _leave)
-        return default_store()
+        return _stores[self]
 
 
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+_stores: dict[World, Store] = {}  # kept for as long as this process lives: others use them

@@ -19,9 +19,14 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import redirect_stderr, suppress
+from functools import partial
+from io import StringIO
 from types import TracebackType
 from weakref import WeakSet
+
+import torch.distributed as dist
 
 from stageline.running.control import terminating
 from stageline.running.control.failures import Failure, described
@@ -48,7 +53,7 @@ def remember(member: Member) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         line = _before_printing(error)
         if line is None:
-            previous(kind, error, trace)
+            _print_with_rank(partial(previous, kind, error, trace))
         else:
             print(line, file=sys.stderr)
 
@@ -110,6 +115,23 @@ def _before_printing(error: BaseException) -> str | None:
     _write_error_file(error, f"{failure.text} (told by rank {failure.rank})", failure.time + 1)
     time.sleep(_MOMENT)
     return None
+
+
+def _print_with_rank(print_error: Callable[[], object]) -> None:
+    """Begin every line of an error with the rank, for torchrun mixes what all ranks print.
+
+    torch does it where the script has made a world; pipelines do not need one.
+    """
+    members = list(_members)
+    if not members or dist.is_initialized():
+        print_error()
+        return
+    with redirect_stderr(StringIO()) as printed:
+        print_error()
+    name = f"[rank{members[0].rank}]: "
+    lines = printed.getvalue().splitlines(keepends=True)
+    sys.stderr.write("".join(line if line.startswith(name) else name + line for line in lines))
+    sys.stderr.flush()
 
 
 def _write_error_file(error: BaseException, text: str, when: float) -> None:
