@@ -33,6 +33,7 @@ class Case:
         num_microbatches: Of a step.
         cuts: Layers per stage, by the number of stages.
         steps: How many steps a turn has: a few tenths of a second.
+        laps: How many turns the yardsticks make of these steps, one after the other.
         rounds: Of a race, unless somebody asks for more or fewer.
         rate: Of SGD: large enough that a missing gradient shows in the next loss.
         dropout: While timed; nothing is dropped while results are compared.
@@ -48,6 +49,7 @@ class Case:
     num_microbatches: int
     cuts: dict[int, list[int]]
     steps: int
+    laps: int = 4
     rounds: int = 10
     rate: float = 0.05
     dropout: float = 0.0
@@ -280,7 +282,7 @@ _CASES = (
         rows=32,
         num_microbatches=16,
         cuts=HALVES_OF_16,
-        steps=10,
+        steps=12,
     ),
     Case(
         letter="c",
@@ -292,6 +294,7 @@ _CASES = (
         num_microbatches=16,
         cuts=HALVES_OF_16,
         steps=1,
+        laps=1,
         rounds=5,
     ),
     Case(
@@ -304,6 +307,7 @@ _CASES = (
         num_microbatches=8,
         cuts=HALVES_OF_10,
         steps=1,
+        laps=1,
         rounds=5,
         dropout=0.1,
     ),
@@ -328,7 +332,7 @@ _CASES = (
         rows=64,
         num_microbatches=16,
         cuts={2: [4, 4], 4: [2, 2, 2, 2], 8: [1] * 8},
-        steps=5,
+        steps=8,
         each="iter_block",
     ),
 )

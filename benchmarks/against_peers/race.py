@@ -1,9 +1,10 @@
 """The race: contestants that live side by side and run one after the other, heat after heat.
 
 Every contestant is a group of processes that sleep on a pipe while it is not their turn. A heat is
-a turn for each of the yardsticks, in random order, and then for some of the others; in a round of
-heats each of the others has one turn. What is compared are times of one heat: turns that lie close
-together, so that load which comes and goes hits both alike.
+a few laps of the yardsticks, a short turn for each of them in random order, and then a longer turn
+for some of the others; in a round of heats each of the others has one turn. What is compared are
+times of one lap, or of one heat: they lie close together, so that load which comes and goes hits
+both alike.
 """
 
 from __future__ import annotations
@@ -78,11 +79,11 @@ class Group:
             raise Failed(errors[0].splitlines()[0])
         return answers
 
-    def turn(self) -> tuple[dict[str, float], float]:
-        """Let it run its steps; return the seconds of one by name, and its CPU time."""
+    def turn(self, steps: int) -> tuple[dict[str, float], float]:
+        """Let it run some steps; return the seconds of one by name, and its CPU time."""
         self._let(Child.go_on)
         for child in self._children:
-            child.commands.write(json.dumps({"steps": self.case.steps}) + "\n")
+            child.commands.write(json.dumps({"steps": steps}) + "\n")
         answers = self.said()
         self.rest()
         cpu = sum(answer["cpu"] for answer in answers)
@@ -111,6 +112,10 @@ class Group:
         self._let(Child.go_on)
         for child in self._children:
             child.close()
+
+
+Start = tuple[Group, int]
+"""Who runs next, and how many steps."""
 
 
 class Nurseries:
@@ -156,38 +161,43 @@ def race(case: Case, entries: Iterable[Entry], rounds: int, nurseries: Nurseries
     outcome, shuffle = Outcome(case, order), random.Random(0)
     with ExitStack() as stack:
         groups = _started(case, entries, nurseries, outcome, stack)
-        heats = [groups, *(heat for _ in range(rounds) for heat in _round(groups, shuffle))]
+        heats = [[(group, case.steps) for group in groups]]
+        heats += [heat for _ in range(rounds) for heat in _round(case, groups, shuffle)]
         for number, heat in enumerate(heats):
-            for group in heat:
-                _run(group, number, outcome)
+            for group, steps in heat:
+                _run(group, steps, number, outcome)
             outcome.load.append(os.getloadavg()[0])
     return outcome
 
 
-def _round(groups: Sequence[Group], shuffle: random.Random) -> Iterator[list[Group]]:
-    """Yield the heats of one round, each in the order in which its contestants run."""
+def _round(case: Case, groups: Sequence[Group], shuffle: random.Random) -> Iterator[list[Start]]:
+    """Yield the heats of one round: who runs, in which order, and how many steps."""
     yardsticks = [group for group in groups if group.entry.is_yardstick]
     others = [group for group in groups if not group.entry.is_yardstick]
     shuffle.shuffle(others)
     for first in range(0, max(1, len(others)), OTHERS):
-        yield shuffle.sample(yardsticks, len(yardsticks)) + others[first : first + OTHERS]
+        laps = [shuffle.sample(yardsticks, len(yardsticks)) for _ in range(case.laps)]
+        yield [
+            *((group, case.steps // case.laps) for lap in laps for group in lap),
+            *((group, case.steps) for group in others[first : first + OTHERS]),
+        ]
 
 
-def _run(group: Group, heat: int, outcome: Outcome) -> None:
+def _run(group: Group, steps: int, heat: int, outcome: Outcome) -> None:
     """Give a contestant its turn, and note its times unless it warms up."""
     name = group.entry.name
     if name in outcome.failures:
         return
     try:
-        seconds, cpu = group.turn()
+        seconds, cpu = group.turn(steps)
     except Failed as failure:
         outcome.failures[name] = str(failure)
         for shown in group.entry.names:
             outcome.seconds.pop(shown, None)
         return
     for shown, each in seconds.items() if heat else ():
-        outcome.seconds.setdefault(shown, {})[heat] = each
-        outcome.cpu.setdefault(shown, {})[heat] = cpu
+        for kept, value in ((outcome.seconds, each), (outcome.cpu, cpu)):
+            kept.setdefault(shown, {}).setdefault(heat, []).append(value)
 
 
 def _started(

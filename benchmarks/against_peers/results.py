@@ -10,7 +10,7 @@ from typing import Any
 from environments import ROOT
 from models import CASES, Case
 
-Heats = dict[int, float]
+Heats = dict[int, list[float]]
 LOGS = ROOT / "build" / "against_peers"
 
 
@@ -21,7 +21,7 @@ class Outcome:
     Attributes:
         case: Which.
         order: The names of its entries, as they stand in tables.
-        seconds: Of a step, by entry and number of the heat.
+        seconds: Of a step, by entry and number of the heat: one for each turn it had there.
         cpu: Seconds of CPU time of a step, all threads and processes together, likewise.
         failures: Why an entry is not among them, or was wrong.
         untied: Entries that train copies of a block which is one block.
@@ -60,5 +60,5 @@ def _restored(kept: dict[str, Any]) -> Outcome:
     kept["case"] = CASES[kept["case"]]
     for what in ("seconds", "cpu"):  # in JSON the numbers of heats are words
         heats = kept[what].items()
-        kept[what] = {name: {int(heat): x for heat, x in found.items()} for name, found in heats}
+        kept[what] = {name: {int(heat): xs for heat, xs in of.items()} for name, of in heats}
     return Outcome(**kept)

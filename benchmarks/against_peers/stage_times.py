@@ -23,8 +23,6 @@ from models import Case
 from stageline.running.allocator import keep_freed_memory
 from stageline.torch_private import run_backward
 
-SECONDS = 0.5  # of a turn
-
 
 class Stage:
     """One of two stages, alone."""
@@ -89,23 +87,29 @@ def build(case: Case, both: int = 0) -> Callable[[int], dict[str, Any]]:
     stages = [Stage(case, rank) for rank in ranks]
 
     def turn(steps: int) -> dict[str, Any]:
-        for stage in stages:
-            stage.step()
-            stage.spent = [[], [], []]
-        end, cpu = time.perf_counter() + SECONDS, time.process_time()
+        cpu = time.process_time()
         if len(stages) == 1:
-            _run(stages[0], end)
+            _run(stages[0], steps)
         else:
             with ThreadPoolExecutor(len(stages)) as threads:
-                list(threads.map(partial(_run, end=end), stages))
+                list(threads.map(partial(_run, steps=steps), stages))
         cpu = time.process_time() - cpu
         kinds = ("forwards", "backwards", "updates")
         told = [dict(zip(kinds, stage.spent, strict=True)) for stage in stages]
-        return {"ranks": told, "cpu": sum(cpu / len(rank["updates"]) for rank in told) / len(told)}
+        return {"ranks": told, "cpu": cpu / (steps + 2)}
 
     return turn
 
 
-def _run(stage: Stage, end: float) -> None:
-    while not stage.spent[2] or time.perf_counter() < end:
+def _run(stage: Stage, steps: int) -> None:
+    """Run some steps, and one before and one after them that is not counted.
+
+    The first warms up; in the last the other stage comes to its end, with both cores busy.
+    """
+    stage.step()
+    stage.spent = [[], [], []]
+    for _ in range(steps):
         stage.step()
+    counted = [times[:] for times in stage.spent]
+    stage.step()
+    stage.spent = counted

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from benchmarks.tools.pages import processor
 from lineup import AGAIN, LIMIT, OURS, PLAIN, REPLAYED, TORCH
 from results import Outcome
+
+RESAMPLINGS = 400
 
 
 @dataclass(frozen=True)
@@ -28,19 +32,30 @@ class Line:
 
 
 def ratio(outcome: Outcome, over: str, under: str) -> float | None:
-    """Return the median of a ratio taken in every heat: load that comes and goes cancels."""
-    above, below = outcome.seconds.get(over, {}), outcome.seconds.get(under, {})
-    ratios = [above[heat] / below[heat] for heat in above.keys() & below.keys()]
+    """Return the median of a ratio taken in every lap: load that comes and goes cancels."""
+    ratios = [each for heat in ratios_of(outcome, over, under) for each in heat]
     return statistics.median(ratios) if ratios else None
+
+
+def ratios_of(outcome: Outcome, over: str, under: str) -> list[list[float]]:
+    """Return ratios of one lap, by heat; of one heat, if one of the two has run it in one go."""
+    above, below = outcome.seconds.get(over, {}), outcome.seconds.get(under, {})
+    found = []
+    for heat in sorted(above.keys() & below.keys()):
+        pair = (above[heat], below[heat])
+        if len(pair[0]) != len(pair[1]):
+            pair = ([statistics.median(pair[0])], [statistics.median(pair[1])])
+        found.append([a / b for a, b in zip(*pair, strict=True)])
+    return found
 
 
 def lines(outcome: Outcome) -> list[Line]:
     return [
         Line(
             name,
-            1000 * statistics.median(outcome.seconds[name].values()),
-            1000 * statistics.median(outcome.cpu[name].values()),
-            _spread([*outcome.seconds[name].values()]),
+            1000 * statistics.median(chain(*outcome.seconds[name].values())),
+            1000 * statistics.median(chain(*outcome.cpu[name].values())),
+            _spread([*chain(*outcome.seconds[name].values())]),
             ratio(outcome, TORCH, name),
             ratio(outcome, PLAIN, name),
             ratio(outcome, LIMIT, name),
@@ -76,12 +91,36 @@ def markdown(outcome: Outcome) -> str:
         text.append(f"| {line.name}{mark} | {' | '.join(cells)} |")
     for name, why in outcome.failures.items():
         text.append(f"| {name} | {why.replace('|', '/')} | | | | | | |")
-    same = ratio(outcome, OURS, AGAIN)
-    if same is not None:
-        fewest = min(map(len, outcome.seconds.values()))
-        heats = f"{len(outcome.seconds[OURS])} heats, every contestant in {fewest} or more"
-        text += ["", f"A/A: {same:.2f}; {heats}; load {_range(outcome.load)}."]
+    text += ["", *_closing(outcome)]
     return "\n".join(text)
+
+
+def _closing(outcome: Outcome) -> list[str]:
+    """Return what both copies of ours have shown together, and how much was measured."""
+    if AGAIN not in outcome.seconds or OURS not in outcome.seconds:
+        return []
+    fewest = min(map(len, outcome.seconds.values()))
+    heats = len(outcome.seconds[OURS])
+    return [
+        f"1F1B in processes, both copies: {_known(outcome, TORCH)} over torch's, "
+        f"{_known(outcome, LIMIT)} of the limit; A/A {ratio(outcome, OURS, AGAIN):.2f}; {heats} "
+        f"heats of {outcome.case.laps} laps, every contestant in {fewest} or more; "
+        f"load {_range(outcome.load)}."
+    ]
+
+
+def _known(outcome: Outcome, over: str) -> str:
+    """Return the median ratio of both copies, and its range in 19 of 20 resamplings of heats."""
+    copies = [ratios_of(outcome, over, name) for name in (OURS, AGAIN)]
+    heats = [[*a, *b] for a, b in zip(*copies, strict=True)]
+    if not heats:
+        return "unknown"
+    draw = random.Random(0)
+    medians = sorted(
+        statistics.median(chain(*draw.choices(heats, k=len(heats)))) for _ in range(RESAMPLINGS)
+    )
+    low, high = medians[RESAMPLINGS // 40], medians[-1 - RESAMPLINGS // 40]
+    return f"{statistics.median(chain(*heats)):.3f} ({low:.2f} to {high:.2f})"
 
 
 def _cell(value: float | None) -> str:
