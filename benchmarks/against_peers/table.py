@@ -100,11 +100,11 @@ def _closing(outcome: Outcome) -> list[str]:
     if AGAIN not in outcome.seconds or OURS not in outcome.seconds:
         return []
     fewest = min(map(len, outcome.seconds.values()))
-    heats = len(outcome.seconds[OURS])
+    heats, laps = len(outcome.seconds[OURS]), outcome.case.laps
     return [
         f"1F1B in processes, both copies: {_known(outcome, TORCH)} over torch's, "
         f"{_known(outcome, LIMIT)} of the limit; A/A {ratio(outcome, OURS, AGAIN):.2f}; {heats} "
-        f"heats of {outcome.case.laps} laps, every contestant in {fewest} or more; "
+        f"heats of {laps} lap{'s' * (laps > 1)}, every contestant in {fewest} or more; "
         f"load {_range(outcome.load)}."
     ]
 
