@@ -49,7 +49,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_store
-from torch.distributed.rendezvous import rendezvous
 
 # Whether somebody listens to every module there is.
 from torch.nn.modules.module import _has_any_global_hook
@@ -333,18 +332,6 @@ def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 def default_store() -> Store:
     """Return the store through which the processes of the job have found each other."""
     store: Store = _get_default_store()
-    return store
-
-
-def environment_store(timeout: timedelta) -> Store:
-    """Join the store that the environment names, as ``init_process_group`` would, and no more.
-
-    It returns when all processes of the job are there.
-    """
-    store: Store
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
-    store.set(f"stageline/here/{rank}", "")
-    store.wait([f"stageline/here/{each}" for each in range(size)], timeout)
     return store
 
 

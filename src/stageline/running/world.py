@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from stageline.errors import PeerError
-from stageline.torch_private import Store, default_store, environment_store
+from stageline.torch_private import Store, default_store
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,14 @@ class World:
     def store(self, timeout: float) -> Store:
         """Return the store of the job: that of the script's own world, where it has made one.
 
-        Otherwise the store alone is joined. A world of torch's would come with a thread of gloo's
-        that wakes up a hundred times a second, for nothing; and with it the script can still make
-        one of its own, with the backend that it wants.
+        Otherwise the store is joined and no world made: that would bring a thread of gloo's which
+        wakes up a hundred times a second for nothing, and keep the script from making its own.
         """
         if dist.is_initialized():
             return default_store()
         if self not in _stores:
             try:
-                _stores[self] = environment_store(timedelta(seconds=timeout))
+                _stores[self] = _environment_store(timedelta(seconds=timeout))
             except (dist.DistError, RuntimeError, ValueError) as cause:
                 raise PeerError(
                     f"rank {self.rank} did not meet the {self.size} processes of the job within "
@@ -54,3 +54,12 @@ class World:
 
 
 _stores: dict[World, Store] = {}  # kept for as long as this process lives: others use them
+
+
+def _environment_store(timeout: timedelta) -> Store:
+    """Join the store that the environment names; return when all processes of the job are there."""
+    store: Store
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    store.set(f"stageline/here/{rank}", "")
+    store.wait([f"stageline/here/{each}" for each in range(size)], timeout)
+    return store
