@@ -35,11 +35,10 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     seen: list[Tensor] = []
     take = EarlySlot.take
 
-    def noted(slot: EarlySlot, gradient: Tensor) -> bool:
-        has_left = take(slot, gradient)
-        if has_left:
+    def noted(slot: EarlySlot, gradient: Tensor, weight: Tensor) -> None:
+        take(slot, gradient, weight)
+        if slot.has_left:
             seen.append(gradient)
-        return has_left
 
     monkeypatch.setattr(EarlySlot, "take", noted)
     monkeypatch.setattr(early, "LEAST_WORK", 1)
@@ -335,9 +334,9 @@ def test_a_second_use_that_the_code_does_not_show_is_an_error(
     """Nothing is known that could do it; but a gradient that is lost would be silent."""
     enter = early.enter_early
 
-    def kept(tensor: Tensor, *where: Any) -> Tensor:
-        KEPT[:] = [enter(tensor, *where)]
-        return KEPT[0]
+    def kept(tensor: Tensor, *where: Any) -> Tensor | None:
+        KEPT[:] = [tensor]
+        return enter(tensor, *where)
 
     monkeypatch.setattr(forwards, "enter_early", kept)
     pipe = of_stages(nn.Linear(6, 6), Sly())
@@ -585,11 +584,10 @@ def _two_steps(rank: int, transport: str) -> dict[str, Tensor | None]:
     counted = 0
     take = EarlySlot.take
 
-    def noted(slot: EarlySlot, gradient: Tensor) -> bool:
+    def noted(slot: EarlySlot, gradient: Tensor, weight: Tensor) -> None:
         nonlocal counted
-        has_left = take(slot, gradient)
-        counted += has_left
-        return has_left
+        take(slot, gradient, weight)
+        counted += slot.has_left
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EarlySlot, "take", noted)

@@ -246,7 +246,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         if not ctx.is_open:
-            raise _foreign_backward()
+            raise foreign_backward()
         ctx.gradients = gradients
         return (None, *(None for _ in gradients))
 
@@ -264,7 +264,7 @@ class _EnterOne(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         if not ctx.is_open:
-            raise _foreign_backward()
+            raise foreign_backward()
         ctx.gradients = gradients
         return _NO_GRADIENTS
 
@@ -305,7 +305,7 @@ class _LeafSlot:
     @is_open.setter
     def is_open(self, value: bool) -> None:
         if self._leaf.grad is not None:
-            raise _foreign_backward()
+            raise foreign_backward()
 
 
 def enter_leaf(tensor: Tensor, slots: dict[Any, GradientSlot], key: Any) -> Tensor:
@@ -317,7 +317,7 @@ def enter_leaf(tensor: Tensor, slots: dict[Any, GradientSlot], key: Any) -> Tens
     return tensor
 
 
-def _foreign_backward() -> RuntimeError:
+def foreign_backward() -> RuntimeError:
     return RuntimeError(
         "backward() was called inside a stage's forward, and its gradient reached the "
         "input of the stage, where the stages before would miss it: add it to the loss"

@@ -16,14 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stageline.capturing.direct.entrances import Entrance
-from stageline.running.boundary import GradientSlot, Packet, enter_one
+from stageline.running.boundary import GradientSlot, Packet, foreign_backward
 from stageline.running.linear import Layout, input_gradient, layout_of
 from stageline.running.transports.base import Edge, Endpoint
 from stageline.torch_private import applier, engine_will_run
@@ -41,40 +40,37 @@ def pays(entrance: Entrance, tensor: Tensor) -> bool:
 class EarlySlot:
     """The slot of a value whose gradient may leave in the middle of B.
 
+    The value is a leaf of the stage's graph, which is exact for what a linear layer is given. The
+    layer's part of its gradient comes here and nowhere else; any other part would lie in the leaf.
+
     Attributes:
-        tensor: The value, for as long as somebody else has it.
+        tensor: The value.
+        is_open: Whether the backward of this stage runs; gradients that come before are refused.
         has_left: Whether its gradient was sent.
     """
 
-    __slots__ = ("__weakref__", "_entered", "_send", "has_left", "tensor")
+    __slots__ = ("__weakref__", "_gradient", "_layout", "_send", "has_left", "is_open", "tensor")
 
-    def __init__(self, tensor: Tensor, entered: GradientSlot) -> None:
-        self.tensor = ref(tensor)
+    def __init__(self, tensor: Tensor, layout: Layout) -> None:
+        self.tensor = tensor.requires_grad_()
+        self.is_open = False
         self.has_left = False
-        self._entered = entered
+        self._layout = layout
+        self._gradient: Tensor | None = None
         self._send: Callable[[Packet], None] | None = None
 
     @property
-    def is_open(self) -> bool:
-        return self._entered.is_open
-
-    @is_open.setter
-    def is_open(self, value: bool) -> None:
-        self._entered.is_open = value
-
-    @property
     def gradients(self) -> tuple[Tensor | None, ...]:
-        return self._entered.gradients
+        # The layer may have been called in another way after all: then autograd has it.
+        return (self.tensor.grad if self._gradient is None else self._gradient,)
 
     def meet(self, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
         """Do what the layer does; let the gradient of its input come here first."""
-        layout = layout_of(input)
         is_usual = torch.is_grad_enabled() and weight.requires_grad
         # A stage may also have entered autocast by itself, where weights are others than these.
-        if layout is None or not is_usual or torch.is_autocast_enabled(input.device.type):
+        if not is_usual or torch.is_autocast_enabled(input.device.type):
             return F.linear(input, weight, bias)
-        made = F.linear(input.detach(), weight, bias)
-        met: Tensor = _meet(input, made, self, [weight], layout)
+        met: Tensor = _meet(input, F.linear(input.detach(), weight, bias), self, [weight])
         return met
 
     def leave_by(self, endpoint: Endpoint, edge: Edge) -> None:
@@ -82,26 +78,30 @@ class EarlySlot:
         if endpoint.directions_are_apart:
             self._send = partial(endpoint.send, edge)
 
-    def is_asked_for(self) -> bool:
-        """Whether the backward that runs now wants the gradient of the value, among others."""
-        return engine_will_run(self._entered)  # type: ignore[arg-type]  # it is a node, too
+    def take(self, gradient: Tensor, weight: Tensor) -> None:
+        """Make the gradient of the value from that of what the layer made; send it if it may go.
 
-    def take(self, gradient: Tensor) -> bool:
-        """Send the gradient, if it may leave; return whether it has left."""
+        Raises:
+            RuntimeError: The backward of the stage does not run, but another one.
+        """
+        if not self.is_open:
+            raise foreign_backward()
+        made = input_gradient(gradient, weight, self._layout)
         send, self._send = self._send, None
-        if send is not None:
-            send(Packet([gradient]))
+        if send is None:
+            self._gradient = made
+        else:
+            send(Packet([made]))
             self.has_left = True
-        return send is not None
 
     def close(self) -> None:
         """End the backward of the stage.
 
         Raises:
-            RuntimeError: Another part of the gradient has come after it had left.
+            RuntimeError: Another part of the gradient has come by another way.
         """
         self._send = None
-        if self.has_left and self._entered.gradients[0] is not None:
+        if self.tensor.grad is not None and (self.has_left or self._gradient is not None):
             raise RuntimeError(
                 "the input of a stage was used in a second place, which its code does not show: "
                 "set STAGELINE_DIRECT_CALLS=0 and report this, please"
@@ -116,15 +116,9 @@ class _Meet(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        input: Tensor,
-        made: Tensor,
-        slot: EarlySlot,
-        weight: list[Tensor],
-        layout: Layout,
+        ctx: Any, input: Tensor, made: Tensor, slot: EarlySlot, weight: list[Tensor]
     ) -> Tensor:
         ctx.slot = slot
-        ctx.layout = layout
         # As torch's own operation saves it: what ``weight.data`` is set to later does not matter.
         ctx.save_for_backward(weight[0].t())
         ctx.set_materialize_grads(False)
@@ -133,17 +127,16 @@ class _Meet(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        slot: EarlySlot = ctx.slot
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a gradient that is itself to be differentiated goes through the first layer of a "
                 "stage, which is built in two parts: set STAGELINE_DIRECT_CALLS=0"
             )
-        if gradient is None or not slot.is_asked_for():
-            return None, gradient, None, None, None
-        (transposed,) = ctx.saved_tensors
-        for_input = input_gradient(gradient, transposed.t(), ctx.layout)
-        return None if slot.take(for_input) else for_input, gradient, None, None, None
+        # A backward from elsewhere may want the weights alone, and not the value.
+        if gradient is not None and engine_will_run(ctx.next_functions[0][0]):
+            (transposed,) = ctx.saved_tensors
+            ctx.slot.take(gradient, transposed.t())
+        return None, gradient, None, None
 
 
 _meet = applier(_Meet)
@@ -151,9 +144,14 @@ _meet = applier(_Meet)
 
 def enter_early(
     tensor: Tensor, entrance: Entrance, slots: dict[Any, GradientSlot], key: Any
-) -> Tensor:
-    """Let a value into a stage that will meet it at its entrance; if it does not, as any other."""
-    entered = enter_one(tensor, slots, key)
-    slot = slots[key] = EarlySlot(entered, slots[key])
+) -> Tensor | None:
+    """Let a value into a stage that will meet it at its entrance; None if it must go another way.
+
+    If it is not met, its gradient is that of any leaf.
+    """
+    layout = layout_of(tensor)
+    if layout is None:
+        return None
+    slot = slots[key] = EarlySlot(tensor, layout)
     entrance.expect(slot)
-    return entered
+    return tensor

@@ -216,8 +216,10 @@ def _entered(
     key = (program.index, microbatch)
     if mode is None:
         entrance = state.entrance(program)
-        if entrance is not None and pays(entrance, tensor) and is_dense(tensor):
-            return enter_early(tensor, entrance, state.slots, key)
+        if entrance is not None and pays(entrance, tensor):
+            entered = enter_early(tensor, entrance, state.slots, key)
+            if entered is not None:
+                return entered
     if state.takes_leaf(program) and is_dense(tensor):
         return enter_leaf(tensor, state.slots, key)
     return enter_one(tensor, state.slots, key)

@@ -99,7 +99,7 @@ class StageProgram:
         found = self._direct.entrance
         if type(self.module) is VariantStage and is_bare(self.module):
             found = self.module.entrance()
-        if found is None or not is_bare(found.layer):
+        if found is None or not found.is_bare:
             return None
         weight = found.layer.weight
         is_usual = type(weight) is nn.Parameter and weight.is_floating_point()

@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from inspect import getattr_static
-from itertools import chain
+from itertools import chain, repeat
 from operator import is_, itemgetter
 from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 
-from stageline.capturing.direct.entrances import Entrance
+from stageline.capturing.direct.entrances import Entrance, Way
 from stageline.capturing.direct.layers import (
     LAYERS,
     are_as_known,
@@ -89,7 +89,7 @@ class DirectCall:
         seen = _look(self._used, self._kinds)
         if self._call is None or not _are_same(seen, self._seen):
             maker = _Maker(self._operations)
-            call = maker.direct(self._module, enters=not self._operations.follows)
+            call = maker.direct(self._module, way=None if self._operations.follows else ())
             self._call = listening(self._module, call, self._operations)
             self.entrance, self.is_known = maker.entrance, maker.knows_all
             self._used, self._kinds = maker.used, list(set(map(type, maker.used)))
@@ -170,26 +170,27 @@ class _Maker:
         self._operations = operations
         self._open: set[int] = set()  # modules whose calls are being made: one may hold itself
 
-    def direct(self, module: nn.Module, *, enters: bool = False) -> Call:
+    def direct(self, module: nn.Module, *, way: Way = None) -> Call:
         """Return what does the same as a call of a module: itself, where nothing is known of it.
 
         Args:
             module: What is called.
-            enters: Whether all of the input goes into it, as its first argument.
+            way: Whose calls all of the input has gone into so far, if all of it goes into this one
+                too, as its first argument.
         """
         own, kind = vars(module), type(module)
         if id(module) in self._open or "forward" in own or own.get(COMPILED_CALL) is not None:
             return self._whole(module)
         if isinstance(module, StageModule):
-            return self._rewritten(module, module.code, enters=enters)
+            return self._rewritten(module, module.code, way=way)
         if not is_called_plainly(module) or CALL in own:
             return self._whole(module)
         if kind in _TAKE_ONE:
             is_known = is_as_known(module)
-            return self._known(module, enters=enters) if is_known else self._whole(module)
+            return self._known(module, way=way) if is_known else self._whole(module)
         if kind.__module__.startswith("torch."):
             return self._of_torch(module)
-        return self._rewritten(module, enters=enters)
+        return self._rewritten(module, way=way)
 
     def _of_torch(self, module: nn.Module) -> Call:
         """Return the forward of a module of torch's: what its call comes to, if nobody listens."""
@@ -204,18 +205,19 @@ class _Maker:
         self.knows_all = False
         return self._operations.whole(module)
 
-    def _known(self, module: nn.Module, *, enters: bool) -> Call:
+    def _known(self, module: nn.Module, *, way: Way) -> Call:
         self.used.append(module)
-        if enters and type(module) is nn.Linear:
-            self.entrance = Entrance(module)
+        if way is not None and type(module) is nn.Linear:
+            self.entrance = Entrance(module, way)
             return entering(module, self.entrance)
         if type(module) is not nn.Sequential:
             return LAYERS[type(module)](module, self._operations)
         layers = [layer for layer in module._modules.values() if layer is not None]
-        calls = [self.direct(layer, enters=enters and not i) for i, layer in enumerate(layers)]
+        ways = [_through(way, module), *repeat(None, len(layers))]
+        calls = [self.direct(layer, way=way) for layer, way in zip(layers, ways, strict=False)]
         return sequential(module, list(zip(layers, calls, strict=True)), self._operations)
 
-    def _rewritten(self, module: nn.Module, source: str | None = None, *, enters: bool) -> Call:
+    def _rewritten(self, module: nn.Module, source: str | None = None, *, way: Way) -> Call:
         if self._operations.follows:
             return self._whole(module)
         forward = getattr_static(type(module), "forward")
@@ -225,7 +227,9 @@ class _Maker:
         self.used.append(module)
         self._open.add(id(module))
         found = {
-            path: self._layer(module, path, enters=enters and path == method.entrance)
+            path: self._layer(
+                module, path, way=_through(way, module) if path == method.entrance else None
+            )
             for path in method.paths
         }
         self._open.remove(id(module))
@@ -235,7 +239,7 @@ class _Maker:
         except RecursionError:  # an expression too deep to be copied
             return self._whole(module)
 
-    def _layer(self, module: nn.Module, path: Path, *, enters: bool) -> Layer | None:
+    def _layer(self, module: nn.Module, path: Path, *, way: Way) -> Layer | None:
         """Return what a path leads to, if it leads through modules only."""
         holder, (*holders, last) = module, path
         for name in holders:
@@ -247,8 +251,12 @@ class _Maker:
         layer = _held(holder, last)
         if layer is None:
             return None
-        call = self.direct(layer, enters=enters)
+        call = self.direct(layer, way=way)
         return Layer(call, layer, holder, takes_one=type(layer) in _TAKE_ONE)
+
+
+def _through(way: Way, module: nn.Module) -> Way:
+    return None if way is None else (*way, module)
 
 
 def _held(module: nn.Module, name: str) -> nn.Module | None:

@@ -13,6 +13,11 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
+from stageline.torch_private import is_bare
+
+Way = tuple[nn.Module, ...] | None
+"""The modules through whose calls all of the input has come; None if some of it goes elsewhere."""
+
 
 class Guest(Protocol):
     """An input on its way through the code.
@@ -21,7 +26,7 @@ class Guest(Protocol):
         tensor: The input.
     """
 
-    tensor: ReferenceType[Tensor]
+    tensor: Tensor
 
     def meet(self, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
         """Return what the layer makes of it."""
@@ -30,13 +35,23 @@ class Guest(Protocol):
 class Entrance:
     """An ``nn.Linear``, and whom it waits for.
 
+    Args:
+        layer: The layer.
+        way: The modules around it, through whose calls the input comes.
+
     Attributes:
         layer: The layer.
     """
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, way: tuple[nn.Module, ...] = ()) -> None:
         self.layer = layer
+        self._way = way
         self._guest: ReferenceType[Guest] | None = None
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether nobody listens at the layer, nor on the way to it."""
+        return all(map(is_bare, (*self._way, self.layer)))
 
     def expect(self, guest: Guest) -> None:
         """Let a guest be met when it comes, once; if it is gone before, nobody is."""
@@ -47,7 +62,7 @@ class Entrance:
         if self._guest is None:
             return None
         guest = self._guest()
-        if guest is None or guest.tensor() is not input:
+        if guest is None or guest.tensor is not input:
             return None
         self._guest = None
         return guest
