@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from datetime import timedelta
+from secrets import token_hex
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from stageline.errors import PeerError
-from stageline.torch_private import Store, default_store
+from stageline.torch_private import PrefixStore, Store, default_store
 
 
 @dataclass(frozen=True)
@@ -39,27 +41,62 @@ class World:
         Otherwise the store is joined and no world made: that would bring a thread of gloo's which
         wakes up a hundred times a second for nothing, and keep the script from making its own.
         """
-        if dist.is_initialized():
-            return default_store()
-        if self not in _stores:
-            try:
-                _stores[self] = _environment_store(timedelta(seconds=timeout))
-            except (dist.DistError, RuntimeError, ValueError) as cause:
-                raise PeerError(
-                    f"rank {self.rank} did not meet the {self.size} processes of the job within "
-                    f"{timeout:g} s ({str(cause).splitlines()[0]}): a process has not started, has "
-                    "failed before, or cannot reach MASTER_ADDR and MASTER_PORT"
-                ) from cause
+        if not dist.is_initialized() and self in _stores:
+            return _stores[self]
+        limit = timedelta(seconds=timeout)
+        try:
+            if dist.is_initialized():
+                return self._met_in(default_store(), limit)
+            store, _, _ = next(rendezvous("env://", timeout=limit))
+            _stores[self] = self._met_in(store, limit)
+        except (dist.DistError, RuntimeError, ValueError) as cause:
+            raise PeerError(
+                f"rank {self.rank} did not meet the {self.size} processes of the job within "
+                f"{timeout:g} s ({str(cause).splitlines()[0]}): a process has not started, has "
+                "failed before, or cannot reach MASTER_ADDR and MASTER_PORT"
+            ) from cause
         return _stores[self]
 
+    def _met_in(self, store: Store, timeout: timedelta) -> Store:
+        """Return a part of a store that nobody has used before, when all processes know of it.
 
+        torchrun may keep its store when it starts processes again: what is there may have been left
+        by those that have failed. So every process calls itself by a new name, which nobody has
+        answered before, and rank 0 answers names until all have heard of the part it has made up.
+
+            rank 1   here/1: "5be1"   ──▶  rank 0   answer/5be1: "c0de"     also to names of old
+            rank 1   c0de/1           ──▶  rank 0   c0de/all                when all have come
+        """
+        store = PrefixStore("stageline", store)
+        if self.rank:
+            name = token_hex(8)
+            store.set(f"here/{self.rank}", name)
+            store.wait([f"answer/{name}"], timeout)
+            part = store.get(f"answer/{name}").decode()
+            store.set(f"{part}/{self.rank}", "")
+            store.wait([f"{part}/all"], timeout)
+        else:
+            part = token_hex(8)
+            self._answer(store, part, timeout)
+            store.set(f"{part}/all", "")
+        return PrefixStore(part, store)
+
+    def _answer(self, store: Store, part: str, timeout: timedelta) -> None:
+        end = time.monotonic() + timeout.total_seconds()
+        answered: dict[int, bytes] = {}
+        missing = set(range(1, self.size))
+        while missing:
+            for rank in sorted(missing):
+                name = store.get(f"here/{rank}") if store.check([f"here/{rank}"]) else None
+                if name is not None and answered.get(rank) != name:
+                    answered[rank] = name
+                    store.set(f"answer/{name.decode()}", part)
+                if store.check([f"{part}/{rank}"]):
+                    missing.remove(rank)
+            if missing and time.monotonic() > end:
+                raise RuntimeError(f"rank {min(missing)} has not come")
+            time.sleep(_PAUSE if missing else 0)
+
+
+_PAUSE = 0.005  # seconds between two looks for processes that have not come
 _stores: dict[World, Store] = {}  # kept for as long as this process lives: others use them
-
-
-def _environment_store(timeout: timedelta) -> Store:
-    """Join the store that the environment names; return when all processes of the job are there."""
-    store: Store
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
-    store.set(f"stageline/here/{rank}", "")
-    store.wait([f"stageline/here/{each}" for each in range(size)], timeout)
-    return store
