@@ -26,12 +26,13 @@ _TRIM_THRESHOLD = (-1, 2**30)
 _TOP_PAD = (-2, 16 * 2**20)
 
 CHOSEN_BY_USER = (
-    "GLIBC_TUNABLES",
     "LD_PRELOAD",
     "MALLOC_MMAP_THRESHOLD_",
     "MALLOC_TRIM_THRESHOLD_",
     "MALLOC_TOP_PAD_",
 )
+TUNABLES = "GLIBC_TUNABLES"
+_SAME_TUNABLES = ("malloc.mmap_threshold", "malloc.trim_threshold", "malloc.top_pad")
 
 
 @cache
@@ -42,12 +43,20 @@ def keep_freed_memory() -> bool:
         >>> isinstance(keep_freed_memory(), bool)
         True
     """
-    if os.environ.get(VARIABLE) == "0" or any(name in os.environ for name in CHOSEN_BY_USER):
+    if os.environ.get(VARIABLE) == "0" or _is_chosen_by_user():
         return False
     if sys.platform != "linux" or not _is_glibc():
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return all([bool(mallopt(*pair)) for pair in (_MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD)])
+
+
+def _is_chosen_by_user() -> bool:
+    """Whether somebody has set another allocator, or what is set here; other settings may stay."""
+    tunables = os.environ.get(TUNABLES, "")
+    return any(name in os.environ for name in CHOSEN_BY_USER) or any(
+        name in tunables for name in _SAME_TUNABLES
+    )
 
 
 def _is_glibc() -> bool:
