@@ -40,6 +40,8 @@ class StepResult:
         """The loss, detached; the same on every rank."""
         if isinstance(self._loss, Tensor):
             return self._loss
+        if not torch.is_inference_mode_enabled():
+            return number_from_json(self._loss)
         with torch.inference_mode(False):  # whoever asks, and whatever for
             return number_from_json(self._loss)
 

@@ -75,26 +75,43 @@ class Outgoing:
     def _is_sent_like_the_last(self, edge: Edge, epoch: int, packet: Packet) -> bool:
         """Send a packet through a slab that holds its header, if it looks like the last one.
 
-        Nearly all do, and every hop waits for this: it takes few instructions.
+        Nearly all do, and every hop waits for this: it takes few instructions, none of them in a
+        function of its own that could be here.
         """
         last = self._last
         tensor = None if last is None else last.tensor_of(packet)
         if tensor is None:
             return False
         assert last is not None
-        free, headers, header = self._free, self._headers, last.header
-        if not (free and headers.get(free[-1]) is header):
-            self.take_back()
+        free, under_way, headers = self._free, self._under_way, self._headers
+        header = last.header
         if free and headers.get(free[-1]) is header:
             slab = free.pop()
-        else:  # one of the others: those of another kind, gradients of tied weights, lie on top
-            fitting = [place for place in range(len(free)) if headers.get(free[place]) is header]
-            if not fitting:
+        elif (
+            under_way and headers.get(under_way[0]) is header and self.ring.takes_back(under_way[0])
+        ):  # what was sent first has been read, as nearly always
+            slab = under_way.pop(0)
+            self._num_freed += 1
+        else:
+            found = self._free_slab_with(header)
+            if found is None:
                 return False
-            slab = free.pop(fitting[-1])
+            slab = found
         ctypes.memmove(self._slabs[slab].address + last.start, tensor.data_ptr(), last.num_bytes)
-        self._announce(edge, epoch, slab, 0, last.size, last.size)
+        source, target, letter, microbatch, _, _ = edge
+        under_way.append(slab)
+        size = last.size
+        self.ring.put(epoch, source, target, letter.encode(), microbatch, slab, 0, size, size)
         return True
+
+    def _free_slab_with(self, header: bytes) -> int | None:
+        """Take a free slab that holds a header; those of other kinds may lie on top of it."""
+        self.take_back()
+        free = self._free
+        for place in reversed(range(len(free))):
+            if self._headers.get(free[place]) is header:
+                return free.pop(place)
+        return None
 
     def _send_in_pieces(self, edge: Edge, epoch: int, packed: Packed) -> None:
         """Send a packet through whatever slabs there are, one after the other."""
@@ -157,7 +174,7 @@ class Outgoing:
     def take_back(self) -> bool:
         """Note which slabs the receiver has read; return whether there were any."""
         count = self.ring.num_freed - self._num_freed
-        if not count:
+        if count <= 0:  # less where a slab was taken back before the receiver had counted it
             return False
         self._num_freed += count
         takes_back = self.ring.takes_back
@@ -170,7 +187,7 @@ class Outgoing:
     @property
     def has_news(self) -> bool:
         """Whether the receiver has read something since slabs were taken back."""
-        return self.ring.num_freed != self._num_freed
+        return self.ring.num_freed > self._num_freed
 
     def _reclaim(self, edge: Edge) -> None:
         """Sleep until the receiver has read something."""

@@ -224,9 +224,12 @@ class Place:
 
     def copy(self) -> Packet:
         """Return a copy of the packet that lies there now."""
-        if self._tensors is None:
+        tensors = self._tensors
+        if tensors is None:
             return self._kind.rebuild(self._address)
-        return Packet([*map(_clone, self._tensors)], *self._others)
+        if len(tensors) == 1:  # nearly always
+            return Packet([tensors[0].clone()], *self._others)
+        return Packet([*map(_clone, tensors)], *self._others)
 
 
 _clone = Tensor.clone
