@@ -45,19 +45,29 @@ class EarlySlot:
 
     Attributes:
         tensor: The value.
-        is_open: Whether the backward of this stage runs; gradients that come before are refused.
         has_left: Whether its gradient was sent.
     """
 
-    __slots__ = ("__weakref__", "_gradient", "_layout", "_send", "has_left", "is_open", "tensor")
+    __slots__ = ("__weakref__", "_gradient", "_is_open", "_layout", "_send", "has_left", "tensor")
 
     def __init__(self, tensor: Tensor, layout: Layout) -> None:
         self.tensor = tensor.requires_grad_()
-        self.is_open = False
         self.has_left = False
+        self._is_open = False
         self._layout = layout
         self._gradient: Tensor | None = None
         self._send: Callable[[Packet], None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the backward of this stage runs; gradients that come before are refused."""
+        return self._is_open
+
+    @is_open.setter
+    def is_open(self, value: bool) -> None:
+        if self.tensor.grad is not None:
+            raise foreign_backward()
+        self._is_open = value
 
     @property
     def gradients(self) -> tuple[Tensor | None, ...]:
@@ -82,10 +92,13 @@ class EarlySlot:
         """Make the gradient of the value from that of what the layer made; send it if it may go.
 
         Raises:
-            RuntimeError: The backward of the stage does not run, but another one.
+            RuntimeError: The backward of the stage does not run, but another one; or there is such
+                a gradient already.
         """
-        if not self.is_open:
+        if not self._is_open:
             raise foreign_backward()
+        if self._is_there:
+            raise _second_part()
         made = input_gradient(gradient, weight, self._layout)
         send, self._send = self._send, None
         if send is None:
@@ -101,11 +114,20 @@ class EarlySlot:
             RuntimeError: Another part of the gradient has come by another way.
         """
         self._send = None
-        if self.tensor.grad is not None and (self.has_left or self._gradient is not None):
-            raise RuntimeError(
-                "the input of a stage was used in a second place, which its code does not show: "
-                "set STAGELINE_DIRECT_CALLS=0 and report this, please"
-            )
+        if self._is_there and self.tensor.grad is not None:
+            raise _second_part()
+
+    @property
+    def _is_there(self) -> bool:
+        """Whether the layer has made its part of the gradient."""
+        return self.has_left or self._gradient is not None
+
+
+def _second_part() -> RuntimeError:
+    return RuntimeError(
+        "the input of a stage was used in a second place, which its code does not show: "
+        "set STAGELINE_DIRECT_CALLS=0 and report this, please"
+    )
 
 
 class _Meet(torch.autograd.Function):
