@@ -18,6 +18,7 @@ import stageline as sl
 from stageline.capturing.direct.entrances import Entrance
 from stageline.running import early, forwards
 from stageline.running.early import EarlySlot
+from stageline.running.linear import Layout
 from stageline.running.program import StageProgram
 from stageline.running.transports import memory
 from stageline.running.transports.base import Edge
@@ -611,3 +612,20 @@ def test_between_processes(transport: str, two_ranks: RankPool) -> None:
     gradients = found[0] | found[1]
     for name, parameter in plain.named_parameters():
         assert torch.equal(gradients[name], parameter.grad), name  # type: ignore[arg-type]  # likewise
+
+
+def test_a_gradient_that_comes_twice_is_an_error() -> None:
+    """The first has left by then, and the rank before has used it."""
+    slot = EarlySlot(torch.ones(2, 3), Layout.ROWS)
+    slot.is_open = True
+    slot.take(torch.ones(2, 4), torch.ones(4, 3))
+    assert torch.equal(slot.gradients[0], torch.full((2, 3), 4.0))  # type: ignore[arg-type]  # a tensor
+    with pytest.raises(RuntimeError, match="used in a second place"):
+        slot.take(torch.ones(2, 4), torch.ones(4, 3))
+
+
+def test_a_gradient_that_was_there_before_b_is_an_error() -> None:
+    slot = EarlySlot(torch.ones(2, 3), Layout.ROWS)
+    slot.tensor.sum().backward()
+    with pytest.raises(RuntimeError, match="called inside a stage's forward"):
+        slot.is_open = True

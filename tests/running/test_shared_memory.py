@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,9 +14,13 @@ from torch import Tensor
 
 from stageline.errors import PipeError
 from stageline.running.boundary import Packet, leave
+from stageline.running.control.member import Member
 from stageline.running.slabs import SMALLEST, can_share_memory
 from stageline.running.transports.base import Edge, Endpoint
+from stageline.running.transports.channels import RECORD
+from stageline.running.transports.outgoing import Outgoing
 from stageline.running.transports.packing import Place
+from stageline.running.transports.rings import _FREED, Reader
 from tests.running.party import Memory, SharedParty, shared_party
 from tests.running.scenarios import (
     SCENARIOS,
@@ -566,3 +570,56 @@ def test_nothing_has_a_name(party: SharedParty, memory: Memory) -> None:
     assert mapped
     assert all(line.rstrip().endswith("(deleted)") for line in mapped)
     assert memory.made == [SMALLEST] * len(memory.made)
+
+
+class Counting:
+    """The head of a ring as its reader sees it, which counts late what it has given back."""
+
+    def __init__(self, ring: Reader) -> None:
+        self._ring = ring
+        self._late: list[int] = []
+
+    def free(self, number: int) -> None:
+        self._ring._records[_FREED + number] = 1  # what free() does first
+        self._late.append(number)
+
+    def count(self) -> None:
+        for number in self._late:
+            self._ring.free(number)
+            self._ring._records[_FREED + number] = 0  # it was taken back in the meantime
+        self._late.clear()
+
+
+def test_a_slab_that_is_taken_back_before_its_reader_has_counted_it() -> None:
+    """Two words say that a slab is free, one after the other; the sender may look in between."""
+    posted: list[Any] = []
+
+    class Post:
+        rank, num_ranks = 0, 2
+
+        def post(self, key: str, told: Any, *, to: int, files: list[int]) -> None:
+            posted.append((told, files))
+
+    def wait(channel: Outgoing, what: str) -> None:
+        raise AssertionError("there is room")
+
+    sender = Outgoing(cast(Member, Post()), 1, 0, wait)
+    ((_, fences), (*files, slab)) = posted[0]
+    reader = Reader(RECORD, files, fences=fences)
+    late = Counting(reader)
+    for microbatch in range(4):
+        sender.send(edge(microbatch), 1, leave(torch.ones(8))[0], None)
+        record = reader.next()
+        assert record is not None
+        assert record[5] == 0  # the same slab every time: nobody has counted it yet
+        assert not sender.has_news
+        assert not sender.take_back()
+        late.free(record[5])
+    sender.send(edge(4), 1, leave(torch.ones(8))[0], None)
+    late.count()
+    assert not sender.has_news
+    sender.send(edge(5), 1, leave(torch.ones(8))[0], None)  # the first slab is under way
+    assert [reader.next(), reader.next()][1][5] == 1  # type: ignore[index]  # there are two
+    sender.close()
+    reader.close()
+    os.close(slab)
