@@ -44,7 +44,7 @@ def code_blocks(text: str, *languages: str) -> list[Block]:
 
     With languages, only the blocks of these.
 
-    >>> text = "```py\\nx = 1\\n```\\n.. code-block:: python\\n\\n    if x:\\n        y = 2\\n\\nend"
+    >>> text = "```py\\nx = 1\\n```\\n.. code-block:: python\\n\\n    if x:\\n        y = 2\\nEnd"
     >>> [(block.language, block.first_line, block.code) for block in code_blocks(text)]
     [('py', 2, 'x = 1'), ('python', 6, 'if x:\\n    y = 2')]
     >>> [block.code for block in code_blocks(text, "py")]
