@@ -1,8 +1,8 @@
 """FairScale's Pipe on stageline: change ``import fairscale`` and nothing else.
 
-    import stageline.compat.fairscale as fairscale
+import stageline.compat.fairscale as fairscale
 
-    model = fairscale.nn.Pipe(model, balance=[2, 1])
+model = fairscale.nn.Pipe(model, balance=[2, 1])
 """
 
 from stageline.compat.fairscale import nn

@@ -1,8 +1,8 @@
 """torchgpipe's GPipe on stageline: change ``from torchgpipe import`` and nothing else.
 
-    from stageline.compat.torchgpipe import GPipe
+from stageline.compat.torchgpipe import GPipe
 
-    model = GPipe(model, balance=[2, 1])
+model = GPipe(model, balance=[2, 1])
 """
 
 from stageline.compat.fairscale.nn.pipe import is_checkpointing, is_recomputing

@@ -86,10 +86,11 @@ def balance_by_size(
         param_scale: How many copies of the parameters training holds.
         device: Where to run; if left out, on the accelerator if there is one, else on the CPU.
     """
-    sizes = []
     with torch.random.fork_rng(devices=[]):
-        for layer in _layers(module, input, _device(device)):
-            sizes.append(int(_activations(layer) / chunks + _parameters(layer) * param_scale))
+        sizes = [
+            int(_activations(layer) / chunks + _parameters(layer) * param_scale)
+            for layer in _layers(module, input, _device(device))
+        ]
     return balance(sizes, partitions)
 
 
@@ -109,11 +110,11 @@ class _Layer:
         self.skips_after: Skips = {}
         self.returned: Any = None
 
-    def input(self) -> Value:
+    def input(self) -> Any:
         """Return what arrives as a value that the layer may write into."""
         return _map(torch.clone, self.arrives)
 
-    def run(self, value: Value) -> Any:
+    def run(self, value: Any) -> Any:
         """Run the layer forward; it can be run again."""
         skips = {key: None if skip is None else _alone(skip) for key, skip in self.skips.items()}
         with torch.enable_grad(), carrying(skips):
@@ -160,11 +161,12 @@ def _activations(layer: _Layer) -> int:
     value = layer.input()
     with Alive() as alive:
         layer.run(value)
-        return alive.count([*layer.module.parameters(), *layer.module.buffers()])
+        held: int = alive.count([*layer.module.parameters(), *layer.module.buffers()])
+    return held
 
 
 def _parameters(layer: _Layer) -> int:
-    return sum(parameter.nbytes for parameter in layer.module.parameters())
+    return sum(each.nbytes for each in layer.module.parameters())
 
 
 def _device(device: Device | None) -> torch.device:

@@ -21,7 +21,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 class _Seen(NamedTuple):
     """What one microbatch says about each channel."""
 
-    count: int
+    size: int
     mean: Tensor
     variance: Tensor  # biased
 
@@ -82,8 +82,8 @@ class DeferredBatchNorm(BatchNorm):
         chunks: int = 1,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats=True)
-        self.register_buffer("sum", torch.zeros_like(self.running_mean))
-        self.register_buffer("sum_squares", torch.zeros_like(self.running_var))
+        self.register_buffer("sum", torch.zeros(num_features))
+        self.register_buffer("sum_squares", torch.zeros(num_features))
         self.chunks = chunks
         self._seen: list[_Seen] = []
 
@@ -157,14 +157,15 @@ def _deferred(norm: BatchNorm, chunks: int) -> DeferredBatchNorm:
         made.weight, made.bias = norm.weight, norm.bias
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         setattr(made, name, getattr(norm, name))
+    assert norm.running_mean is not None
     made.sum = torch.zeros_like(norm.running_mean)
-    made.sum_squares = torch.zeros_like(norm.running_var)
+    made.sum_squares = torch.zeros_like(norm.running_mean)
     return made.train(norm.training)
 
 
 def _of_all(seen: Sequence[_Seen]) -> tuple[Tensor, Tensor]:
     """Return mean and unbiased variance of all values together."""
-    count = sum(one.count for one in seen)
-    mean = torch.stack([one.mean * (one.count / count) for one in seen]).sum(0)
-    squares = [one.count * (one.variance + (one.mean - mean) ** 2) for one in seen]
-    return mean, torch.stack(squares).sum(0) / max(count - 1, 1)
+    size = sum(one.size for one in seen)
+    mean = torch.stack([one.mean * (one.size / size) for one in seen]).sum(0)
+    squares = [one.size * (one.variance + (one.mean - mean) ** 2) for one in seen]
+    return mean, torch.stack(squares).sum(0) / max(size - 1, 1)

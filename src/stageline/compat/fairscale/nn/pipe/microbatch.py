@@ -30,13 +30,20 @@ def num_rows(value: Value) -> int:
     Raises:
         IndexError: It is an empty tuple.
         RuntimeError: A tensor has no rows.
+        ValueError: The tensors have different numbers of rows.
     """
     if isinstance(value, tuple) and not value:
         raise IndexError("the input is an empty tuple: wanted a tensor or a tuple of tensors")
     leaves = value if isinstance(value, tuple) else (value,)
     if any(leaf.dim() == 0 for leaf in leaves):
         raise RuntimeError("chunk expects at least a 1-dimensional tensor")
-    return len(leaves[0])
+    rows = [len(leaf) for leaf in leaves]
+    if len(set(rows)) > 1:
+        raise ValueError(
+            f"the tensors of the input have {', '.join(map(str, rows))} rows: all are cut into the "
+            "same microbatches, so all need the same number"
+        )
+    return rows[0]
 
 
 def chunk_sizes(rows: int, chunks: int) -> list[int]:

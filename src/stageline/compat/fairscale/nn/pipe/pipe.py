@@ -106,7 +106,7 @@ class Pipe(nn.Module):
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
         self.partitions = split(module, self.balance, found)
         self.devices = found[: len(self.balance)]
-        self.register_load_state_dict_pre_hook(_rename_keys)
+        self.register_load_state_dict_pre_hook(_rename_keys)  # type: ignore[no-untyped-call]
         self._reset()
 
     def _verify(self, module: nn.Sequential) -> None:
@@ -138,12 +138,11 @@ class Pipe(nn.Module):
             return input
         rows = num_rows(input)
         with committing_at_the_end():
-            if rows == 0:
-                return self._run_plainly(input)
-            output: Value = self._pipeline()(input)
-            return output
+            output: Value = self._pipeline()(input) if rows else self._run_plainly(input)
+        return output
 
     def _run_plainly(self, value: Any) -> Any:
+        """Run a batch without rows, which makes no microbatches."""
         with carrying({}):
             for partition, device in zip(self.partitions, self.devices, strict=True):
                 leaves = value if isinstance(value, tuple) else (value,)
@@ -163,8 +162,8 @@ class Pipe(nn.Module):
 
     def _build(self, *, recomputes: bool) -> Pipeline:
         stop = {"always": self.chunks, "except_last": self.chunks - 1, "never": 0}[self.checkpoint]
-        groups = group(self.partitions, self.devices)
-        leaving = crossing(self.partitions)
+        groups = group(list(self.partitions), self.devices)
+        leaving = crossing(list(self._sequentials()))
         stages = [
             Stage(
                 {number: self.partitions[number] for number in numbers},
@@ -228,7 +227,7 @@ class Pipe(nn.Module):
         return super().to(*args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        applied = super()._apply(fn, recurse)
+        applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # untyped in torch
         self._reset()  # buffers are other tensors now
         return applied
 
@@ -238,7 +237,7 @@ class Pipe(nn.Module):
         return {name: value for name, value in vars(self).items() if name not in built}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # untyped in torch
         self._reset()
 
 

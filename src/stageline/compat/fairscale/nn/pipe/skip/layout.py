@@ -1,7 +1,7 @@
 """Which skip tensors cross from one partition to the next.
 
-    partition 0           partition 1        partition 2
-    stash a, stash b ──▶ a, b ──▶ pop b ──▶ a ──▶ pop a
+partition 0           partition 1        partition 2
+stash a, stash b ──▶ a, b ──▶ pop b ──▶ a ──▶ pop a
 """
 
 from __future__ import annotations

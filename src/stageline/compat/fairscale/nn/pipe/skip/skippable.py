@@ -184,9 +184,7 @@ def verify_skippables(module: nn.Sequential) -> None:
         raise TypeError(f"one or more pairs of stash and pop do not match:\n\n{bullets}")
 
 
-def _pair(
-    child: str, layer: Skippable, stashed: set[SkipKey], popped: set[SkipKey]
-) -> list[str]:
+def _pair(child: str, layer: Skippable, stashed: set[SkipKey], popped: set[SkipKey]) -> list[str]:
     """Note what a layer stashes and pops; return what does not fit to the layers before."""
     both = layer.stashable_names & layer.poppable_names
     findings = [
