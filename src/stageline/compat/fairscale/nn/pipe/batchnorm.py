@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +84,7 @@ class DeferredBatchNorm(BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats=True)
         self.register_buffer("sum", torch.zeros(num_features))
         self.register_buffer("sum_squares", torch.zeros(num_features))
+        self.register_load_state_dict_pre_hook(_without_sums)  # type: ignore[no-untyped-call]
         self.chunks = chunks
         self._seen: list[_Seen] = []
 
@@ -161,6 +162,12 @@ def _deferred(norm: BatchNorm, chunks: int) -> DeferredBatchNorm:
     made.sum = torch.zeros_like(norm.running_mean)
     made.sum_squares = torch.zeros_like(norm.running_mean)
     return made.train(norm.training)
+
+
+def _without_sums(layer: DeferredBatchNorm, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Load a state_dict of a BatchNorm, and one of the original whatever its sums are."""
+    for name in ("sum", "sum_squares"):
+        state[prefix + name] = torch.zeros_like(getattr(layer, name))
 
 
 def _of_all(seen: Sequence[_Seen]) -> tuple[Tensor, Tensor]:
