@@ -92,6 +92,23 @@ def test_a_failed_call_changes_nothing() -> None:
     assert_same_statistics(pipe[0], norm)
 
 
+def test_a_recomputation_puts_no_statistics_back() -> None:
+    """A call in another thread may end, and change them, while this one recomputes."""
+
+    class Meanwhile(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if is_recomputing():
+                norm.get_buffer("running_mean").data.fill_(7)
+            return x
+
+    model = nn.Sequential(nn.BatchNorm2d(3), Meanwhile())
+    pipe = Pipe(model, [2], chunks=2, checkpoint="always", deferred_batch_norm=True)
+    norm = pipe[0]
+    assert isinstance(norm, DeferredBatchNorm)
+    pipe(batch()).sum().backward()
+    assert torch.equal(norm.get_buffer("running_mean"), torch.full((3,), 7.0))
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_alone_it_changes_with_every_chunks_th_call(momentum: float | None) -> None:
     norm = nn.BatchNorm2d(3, momentum=momentum)

@@ -148,8 +148,12 @@ def _view(tensor: Tensor) -> object:
 
 
 def keeps_statistics(module: nn.Module) -> bool:
-    """Whether calling a module, a BatchNorm or one like it, would change its buffers."""
-    return module.training and bool(getattr(module, "track_running_stats", False))
+    """Whether calling a module, a BatchNorm or one like it, would change its buffers.
+
+    One that changes them after a call, and not in its ``forward``, says so: ``defers_statistics``.
+    """
+    defers = getattr(module, "defers_statistics", False)
+    return module.training and not defers and bool(getattr(module, "track_running_stats", False))
 
 
 def _who(shared: Shared) -> str:

@@ -69,6 +69,9 @@ class DeferredBatchNorm(BatchNorm):
         chunks: How many microbatches make a batch.
     """
 
+    # R has nothing to put back: another thread's call may change the statistics meanwhile.
+    defers_statistics = True
+
     # In the state_dicts of the original; always zero here.
     sum: Tensor
     sum_squares: Tensor
@@ -123,13 +126,14 @@ class DeferredBatchNorm(BatchNorm):
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
-        self.num_batches_tracked += 1
+        # Through .data, which counts no change: a call of another thread may be running.
+        self.num_batches_tracked.data.add_(1)
         share = self.momentum
         if share is None:
             share = 1.0 / float(self.num_batches_tracked)
         mean, variance = _of_all(seen)
-        self.running_mean.lerp_(mean.to(self.running_mean), share)
-        self.running_var.lerp_(variance.to(self.running_var), share)
+        self.running_mean.data.lerp_(mean.to(self.running_mean), share)
+        self.running_var.data.lerp_(variance.to(self.running_var), share)
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: _Module, chunks: int = 1) -> _Module:
