@@ -91,6 +91,8 @@ class Pipeline:
             automatically if left out.
         keep_outputs: Whether ``step`` returns the outputs of the batch beside its loss.
         share_outputs: Whether outputs reach every process, or stay on that of the last stage.
+        deferred_batch_norm: Whether every BatchNorm updates its running statistics once, when the
+            call has ended, with those of the whole batch; it normalises by microbatch all the same.
         timeout: Seconds to wait for another process to build its part of the pipeline.
         heartbeat_timeout: Seconds without a sign of life after which a process counts as dead. One
             that is alive and slow is waited for.
@@ -119,6 +121,7 @@ class Pipeline:
         transport: str | ThreadTransport | None = None,
         keep_outputs: bool = False,
         share_outputs: bool = True,
+        deferred_batch_norm: bool = False,
         timeout: float = 1800.0,
         heartbeat_timeout: float = 30.0,
         observer: Observer | None = None,
@@ -139,6 +142,7 @@ class Pipeline:
             transport=transport,
             keep_outputs=keep_outputs,
             share_outputs=share_outputs,
+            deferred_batch_norm=deferred_batch_norm,
             timeout=timeout,
             heartbeat_timeout=heartbeat_timeout,
             observer=observer,
@@ -243,6 +247,7 @@ class Pipeline:
             ties=ties,
             streams=assembly.streams(sources, self._stages, settings),
             recordings=assembly.recordings(cut.staged, self._stages, parts, ties),
+            defers_statistics=settings.deferred_batch_norm,
         )
 
     @property

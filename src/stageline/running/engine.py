@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from stageline.errors import BatchError, PipeError, ScheduleError
+from stageline.running.batch_norm import deferred
 from stageline.running.boundary import Packet
 from stageline.running.control.agreement import ROWS, Facts
 from stageline.running.events import Observer
@@ -22,7 +23,7 @@ from stageline.running.merging import merge_outputs
 from stageline.running.microbatches import BatchDims, Microbatches, Replicated
 from stageline.running.program import StageProgram
 from stageline.running.recordings import Chosen, Recordings
-from stageline.running.result import StepResult
+from stageline.running.result import LossValues, StepResult
 from stageline.running.runner import Runner
 from stageline.running.signature import facts_of
 from stageline.running.streams.calls import CallStreams, Streams, generator_untouched
@@ -48,6 +49,7 @@ class Engine:
         foreign: Which stages each parameter of the model belongs to.
         ties: What stages share.
         streams: Where random numbers come from.
+        defers_statistics: Whether BatchNorms count the whole batch once, when a call has ended.
     """
 
     programs: Mapping[int, StageProgram]
@@ -62,6 +64,7 @@ class Engine:
     ties: Ties
     streams: Streams
     recordings: Recordings | None = None
+    defers_statistics: bool = False
     _busy: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -92,7 +95,7 @@ class Engine:
             batch = self._cut(args, kwargs, target, purpose)
             self.ties.refresh()
             states = self._states(batch, purpose, self.loss_rule)
-            with self.undo.on_failure(purpose):
+            with self.undo.on_failure(purpose), self._statistics(states):
                 self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
                 last = states.get(self._last_rank)
                 outputs = self._outputs(last, batch) if self.keeps_outputs else None
@@ -112,9 +115,10 @@ class Engine:
             batch = self._cut(args, kwargs, None, purpose)
             self.ties.refresh()
             states = self._states(batch, purpose, None)
-            self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
-            outputs = self._outputs(states.get(self._last_rank), batch)
-            self.runner.finish()
+            with self._statistics(states):
+                self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
+                outputs = self._outputs(states.get(self._last_rank), batch)
+                self.runner.finish()
             return None if outputs is None else outputs()
 
     def differentiate(
@@ -127,7 +131,8 @@ class Engine:
             self.ties.refresh()
             states = self._states(batch, purpose, None)
             rows = [halves(row) for row in self.timetable.rows(batch.count, purpose)]
-            self._run([forward for forward, _ in rows], states, observer, purpose)
+            with self._statistics(states):
+                self._run([forward for forward, _ in rows], states, observer, purpose)
             outputs = states[self._last_rank].outputs
             packets = [outputs.pop(index) for index in range(batch.count)]
 
@@ -165,7 +170,8 @@ class Engine:
         purpose: Purpose,
     ) -> None:
         """Run rows, and give tied parameters their gradients."""
-        streams = next(iter(states.values())).streams  # of the call: all ranks have the same
+        of_call = next(iter(states.values()))  # all ranks have the same streams and statistics
+        streams = of_call.streams
         with ExitStack() as stack:
             if purpose.builds_graph and self.ties.has_parameters:
                 stack.enter_context(self.ties.summed(self.runner))
@@ -178,7 +184,15 @@ class Engine:
             last = states.get(self._last_rank)
             if last is not None and last.loss_rule is not None:
                 # Now, while earlier ranks still run: in a moment all may wait for this one.
-                self.runner.note_loss(last.losses.total())
+                losses = last.losses
+                self.runner.note_loss(LossValues(losses.total(), losses.each()))
+            if of_call.statistics is not None:
+                of_call.statistics.combine()
+
+    def _statistics(self, states: Mapping[int, StepState]) -> AbstractContextManager[None]:
+        """Let running statistics change when the call has ended, if the user asked for it."""
+        programs = self.programs.values()
+        return deferred(programs, states.values(), is_wanted=self.defers_statistics)
 
     def _cut(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, purpose: Purpose

@@ -49,6 +49,7 @@ class Settings:
     transport: str | ThreadTransport | None = None
     keep_outputs: bool = False
     share_outputs: bool = True
+    deferred_batch_norm: bool = False
     timeout: float = 1800.0
     heartbeat_timeout: float = 30.0
     observer: Observer | None = None
@@ -106,6 +107,7 @@ class Settings:
             for name, value in (
                 ("keep_outputs", self.keep_outputs),
                 ("share_outputs", self.share_outputs),
+                ("deferred_batch_norm", self.deferred_batch_norm),
                 ("unpack_tuples", self.unpack_tuples),
             )
             if not isinstance(value, bool)
