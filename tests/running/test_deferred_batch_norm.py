@@ -385,8 +385,7 @@ def test_wrapped_stages_autocast_and_dropout() -> None:
     assert_counted_once(model[2], plain)
 
 
-def test_a_compiled_stage() -> None:
-    """The compiler follows the function mode too; what it compiled before is compiled again."""
+def test_a_compiled_stage_runs_uncompiled(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     norm, x = nn.BatchNorm1d(5), batch()[0]
     norm.compile(backend="eager")
@@ -400,6 +399,7 @@ def test_a_compiled_stage() -> None:
         plain(x)
         pipe(x)
         assert_counted_once(norm, plain)
+    assert "a compiled BatchNorm1d runs uncompiled, because deferred_batch_norm" in caplog.text
 
 
 def test_modules_stay_as_they_were() -> None:
@@ -425,7 +425,7 @@ def test_instance_norm_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("value", [1, None, "yes"])
 def test_only_true_and_false_are_taken(value: Any) -> None:
-    with pytest.raises(sl.ConfigError, match="deferred_batch_norm=.*: wanted True or False"):
+    with pytest.raises(sl.ConfigError, match=r"deferred_batch_norm=.*: wanted True or False"):
         build(net(), deferred_batch_norm=value)
 
 

@@ -26,9 +26,14 @@ from torch.overrides import TorchFunctionMode
 from stageline.errors import PipeError
 from stageline.partitioning.sharing import is_batch_norm, keeps_statistics
 from stageline.running.program import StageProgram
+from stageline.running.streams.compiled import compiled_among, uncompiled
 from stageline.wording import a_kind
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_UNCOMPILED = (
+    "deferred_batch_norm=True follows what a BatchNorm is given, which cannot be seen in compiled "
+    "code: leave the module uncompiled, or leave deferred_batch_norm out"
+)
 
 
 class Moments(NamedTuple):
@@ -225,9 +230,10 @@ class DeferredStatistics:
     """
 
     def __init__(self, programs: Iterable[StageProgram]) -> None:
+        self._programs = tuple(programs)
         self._norms = {
             program.index: [_Norm.of(program.index, each) for each in _training(program.module)]
-            for program in programs
+            for program in self._programs
         }
 
     def follows(self, stage: int) -> bool:
@@ -240,6 +246,17 @@ class DeferredStatistics:
         for norm in self._norms[stage]:
             notes[id(norm.module.running_mean)] = norm.seen[microbatch] = []
         return _Watching(notes)
+
+    @contextmanager
+    def compiler_off(self) -> Iterator[None]:
+        """Run compiled code uncompiled where a stage is followed."""
+        followed = [program.module for program in self._programs if self.follows(program.index)]
+        if not followed:
+            yield
+            return
+        modules = [module for stage in followed for module in stage.modules()]
+        with uncompiled(compiled_among(modules), _UNCOMPILED):
+            yield
 
     def combine(self) -> None:
         """Compute what all statistics will be, once all microbatches have run."""
@@ -285,7 +302,8 @@ def deferred(
     for state in states:
         state.statistics = statistics
     try:
-        yield
+        with statistics.compiler_off():
+            yield
     except BaseException:
         statistics.put_back()
         raise

@@ -15,7 +15,7 @@ import torch
 
 from stageline.errors import PipeError, StagelineError, StepError
 from stageline.running.boundary import Packet, leave
-from stageline.running.caller import step_modes
+from stageline.running.caller import CallerState, step_modes
 from stageline.running.control import Failure, Member, leaving
 from stageline.running.control.agreement import PURPOSE, ROWS, Facts
 from stageline.running.cores import cores_for_each, use_threads
@@ -96,7 +96,11 @@ class ProcessRunner(Runner):
         return self._member.agreed_rows() if rows is None else int(rows)
 
     def run(
-        self, rows: Sequence[BoundRow], states: Mapping[int, StepState], observer: Observer | None
+        self,
+        rows: Sequence[BoundRow],
+        states: Mapping[int, StepState],
+        observer: Observer | None,
+        caller: CallerState | None = None,
     ) -> None:
         state, row = states[self.rank], rows[self.rank]
         assert self._endpoint is not None

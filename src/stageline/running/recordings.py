@@ -6,10 +6,11 @@ their own would all have to wait for it in the middle of a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from stageline.capturing.inputs import Arguments
 from stageline.capturing.staged import StagedModel, VariantStage
@@ -46,6 +47,11 @@ class Recordings:
     def takes_inputs(self) -> bool:
         """Whether some stage here uses arguments of the model."""
         return any(stage.takes_inputs for stage in self._staged.held.values())
+
+    @property
+    def opened(self) -> Iterable[nn.Module]:
+        """The modules that were cut open and are in no stage."""
+        return self._staged.modes.values()
 
     def train(self, mode: bool) -> None:
         """Follow the pipeline's train() and eval() in code that no stage contains."""
