@@ -47,6 +47,7 @@ class Pipeline:
 
     Example:
         >>> import stageline as sl
+        >>> _ = torch.manual_seed(0)  # under torchrun, every rank draws the same batch
         >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         >>> pipe = sl.Pipeline(
         ...     model, split=2, num_microbatches=4, loss_fn=nn.functional.cross_entropy
@@ -268,7 +269,10 @@ class Pipeline:
             merge=settings.merge_outputs or partial(merge, batch_dims=settings.batch_dims),
             keeps_outputs=settings.keep_outputs,
             shares_outputs=settings.share_outputs,
-            undo=Undo(tuple(self.parameters()), (stage.module for stage in self._stages.stages)),
+            undo=Undo(
+                [parameter for _, parameter in self.named_parameters()],
+                [stage.module for stage in self._stages.stages],
+            ),
             foreign=ForeignParameters(assembly.owners(sources, ties)),
             ties=ties,
             streams=assembly.streams(sources, self._stages, settings),
@@ -343,8 +347,13 @@ class Pipeline:
         return self.train(False)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the stages in this process, a tied one once."""
-        return (parameter for _, parameter in self.named_parameters())
+        """Yield the parameters of the stages in this process, a tied one once.
+
+        Under torchrun, a process whose stages have no parameter that requires a gradient also
+        yields one without elements: an optimizer refuses an empty list, and every process runs the
+        same script. It gets no gradient, and no other method of the pipeline knows it.
+        """
+        return self._stages.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield them with the names they have in the original model, a tied one with its first."""
