@@ -207,7 +207,7 @@ def test_fewer_rows_than_microbatches() -> None:
 
 
 class Residual(nn.Module):
-    """Calls one BatchNorm twice, and cannot be told apart from the code around it when opened."""
+    """Calls one BatchNorm twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,15 +217,15 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.norm(self.first(x))
-        return self.second(torch.relu(self.norm(x)))
+        made: Tensor = self.second(torch.relu(self.norm(x)))
+        return made
 
 
 class NormThenScale(nn.BatchNorm1d):
     """A BatchNorm with a forward of its own: channels come last."""
 
     def forward(self, input: Tensor) -> Tensor:
-        made: Tensor = super().forward(input.transpose(1, 2)).transpose(1, 2)
-        return made * 2
+        return super().forward(input.transpose(1, 2)).transpose(1, 2) * 2
 
 
 @pytest.mark.parametrize("opens", [True, False])
