@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import stageline
-from stageline.running.control.agreement import DIGESTS, LEAVES, PURPOSE, ROWS, SEED
+from stageline.running.control.agreement import DIGESTS, DRAWS, LEAVES, PURPOSE, ROWS, SEED
 from stageline.running.control.failures import Failure
 from stageline.running.control.hub import Hub, Tell
 from stageline.running.control.messages import Message
@@ -157,7 +157,7 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
         "same calls in the same order and mode",
     ),
     "seed": (
-        {SEED: 7},
+        {SEED: 7, DRAWS: True},
         "rank 1 has another seed than rank 0: torch.manual_seed was called with 7 on rank 1 and "
         "with None on rank 0 (None: not at all). Call it with the same number on every rank",
     ),

@@ -52,7 +52,6 @@ class Runner(ABC):
         ranks: The pipeline ranks that live here.
         num_ranks: How many the pipeline has in all.
         calls: How many calls were begun, this one included.
-        compares: Whether ranks compare what they were given.
         is_over: Whether a call that failed here was over for all ranks before: only what its caller
             wanted to do with the result has failed.
         where: Where the ranks live and what carries packets, for people.
@@ -61,7 +60,6 @@ class Runner(ABC):
     ranks: tuple[int, ...]
     num_ranks: int
     calls: int = 0
-    compares: bool = False
     is_over: bool = False
     where: str = "threads of one process"
 
@@ -76,6 +74,10 @@ class Runner(ABC):
 
         ``look`` returns what this rank was given, or raises.
         """
+
+    def note_draws(self) -> None:
+        """Take notice that something here draws in this call: then all ranks need one seed."""
+        return
 
     @abstractmethod
     def run(

@@ -19,11 +19,13 @@ from typing import Any
 
 from stageline import log
 from stageline.running.control.agreement import (
+    HELD,
     ROWS,
     Facts,
     built_differently,
     differing_digest,
     disagreement,
+    seeds_differ,
 )
 from stageline.running.control.failures import Failure
 from stageline.running.control.messages import Message
@@ -144,6 +146,7 @@ class Hub:
             return
         self._compare(epoch, call, rank)
         self._answer_rows(epoch, call, rank)
+        self._answer_held(epoch, call)
         if self._has_board and not call.is_asked:
             call.is_asked = True
             for other in sorted(self._tell.keys() - {rank}):
@@ -155,11 +158,15 @@ class Hub:
         others += [r for r in call.facts if r != rank]
         if not others or call.doubted is not None:
             return
+        # Of seeds all pairs count: two ranks on which nothing draws may have different ones.
+        compared = [(others[0], disagreement), *((r, seeds_differ) for r in others[1:])]
+        for other, compare in compared:
+            low, high = sorted((rank, other))
+            text = compare(high, call.facts[high], low, call.facts[low])
+            if text is not None:
+                self._fails(Failure(high, epoch, text))
+                return
         low, high = sorted((rank, others[0]))
-        text = disagreement(high, call.facts[high], low, call.facts[low])
-        if text is not None:
-            self._fails(Failure(high, epoch, text))
-            return
         call.doubted = differing_digest(call.facts[high], call.facts[low])
         if call.doubted is not None:
             for one in (low, high):
@@ -183,6 +190,12 @@ class Hub:
             for asking in call.asking:
                 self._send(asking, {"kind": "rows", "epoch": epoch, "rows": known[0]})
             call.asking = []
+
+    def _answer_held(self, epoch: int, call: _Call) -> None:
+        """Tell all ranks what each was given, if they wait for that, once all have said it."""
+        held = {str(rank): facts[HELD] for rank, facts in call.facts.items() if HELD in facts}
+        if len(held) == self._num_ranks and call.failure is None:
+            self._tell_all({"kind": "held", "epoch": epoch, "held": held})
 
     def _done(self, rank: int, message: Message) -> None:
         call = self._calls.setdefault(message["epoch"], _Call())
