@@ -266,7 +266,7 @@ class Engine:
             batch = self._shipping.with_target(batch, purpose)
         elif self.recordings is not None:
             chosen = self.recordings.choose(batch, builds_graph=purpose.builds_graph)
-        # Now: what was recorded for this call may draw.
+        # Only now: what was recorded for this call may draw, and so may the loss.
         streams = self._streams(purpose)
         if streams is not None:
             self.runner.note_draws()

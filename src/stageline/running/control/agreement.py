@@ -99,16 +99,15 @@ def seeds_differ(rank: int, mine: Facts, other: int, theirs: Facts) -> str | Non
 
 
 def _missing_arguments(rank: int, mine: Facts, other: int, theirs: Facts) -> str | None:
-    """Return the sentence for an argument that one of two ranks lacks, if they have all others."""
-    if not (mine.get(WHOLE) and theirs.get(WHOLE)):
-        return None
-    one, another = mine.get(LEAVES, {}), theirs.get(LEAVES, {})
-    for name in [*one, *another]:
-        if not name.startswith("target") and (name not in one or name not in another):
-            has, lacks = (rank, other) if name in one else (other, rank)
+    """Return the sentence for an argument that a rank lacks although it was given all arguments."""
+    pairs = ((rank, mine, other, theirs), (other, theirs, rank, mine))
+    for lacks, fewer, has, more in pairs:
+        names = [name for name in more.get(LEAVES, ()) if not name.startswith("target")]
+        missing = [name for name in names if name not in fewer.get(LEAVES, ())]
+        if fewer.get(WHOLE) and missing:
             return (
-                f"rank {lacks} was not given {name}, which rank {has} was given: in the first call "
-                "both were given all arguments, so pass this one on both"
+                f"rank {lacks} was not given {missing[0]}, which rank {has} was given: in the "
+                f"first call rank {lacks} was given all arguments, so pass this one there too"
             )
     return None
 

@@ -21,6 +21,7 @@ from stageline import log
 from stageline.running.control.agreement import (
     HELD,
     ROWS,
+    WHOLE,
     Facts,
     built_differently,
     differing_digest,
@@ -153,15 +154,17 @@ class Hub:
                 self._send(other, {"kind": "ask", "epoch": epoch})
 
     def _compare(self, epoch: int, call: _Call, rank: int) -> None:
-        """Compare a rank with one that knows the batch, if there is one, else with any."""
+        """Compare a rank with those that came before; large facts with one that knows the batch."""
         others = [r for r, facts in call.facts.items() if r != rank and facts.get(ROWS) is not None]
         others += [r for r in call.facts if r != rank]
         if not others or call.doubted is not None:
             return
-        # Of seeds all pairs count: two ranks on which nothing draws may have different ones.
-        compared = [(others[0], disagreement), *((r, seeds_differ) for r in others[1:])]
-        for other, compare in compared:
+        # One that was given everything stands for all, but for seeds: where nothing draws, that of
+        # a rank may be another one.
+        whole = [other for other in others if call.facts[other].get(WHOLE)][:1] or others
+        for other in dict.fromkeys([*whole, *others]):
             low, high = sorted((rank, other))
+            compare = disagreement if other in whole else seeds_differ
             text = compare(high, call.facts[high], low, call.facts[low])
             if text is not None:
                 self._fails(Failure(high, epoch, text))
@@ -194,8 +197,17 @@ class Hub:
     def _answer_held(self, epoch: int, call: _Call) -> None:
         """Tell all ranks what each was given, if they wait for that, once all have said it."""
         held = {str(rank): facts[HELD] for rank, facts in call.facts.items() if HELD in facts}
-        if len(held) == self._num_ranks and call.failure is None:
+        if not held or len(call.facts) < self._num_ranks or call.failure is not None:
+            return
+        other = next((rank for rank in call.facts if str(rank) not in held), None)
+        if other is None:
             self._tell_all({"kind": "held", "epoch": epoch, "held": held})
+            return
+        text = (
+            f"rank {other} has made such a call before, rank {next(iter(held))} has not: every "
+            "rank must make the same calls in the same order"
+        )
+        self._fails(Failure(other, epoch, text))
 
     def _done(self, rank: int, message: Message) -> None:
         call = self._calls.setdefault(message["epoch"], _Call())

@@ -193,11 +193,8 @@ class Streams:
         self.completed = Counter[str]()
 
     def draws_now(self) -> bool:
-        """Whether something here draws in a call that begins now, or may."""
-        if not self.may_draw:
-            return False
-        draws = any(stage.candidates().may_draw() for stage in self._stages.values())
-        return draws or function_may_draw(self._loss_fn)
+        """Whether a stage here draws in a call that begins now, or may."""
+        return self.may_draw and any(each.candidates().may_draw() for each in self._stages.values())
 
     def of_call(self, kind: str, seed: int, number: int) -> CallStreams | None:
         """Return the streams of one call; None if nothing in it can draw.
