@@ -40,6 +40,7 @@ from stageline.plans import find_plans
 from stageline.running.events import ActionDone
 from stageline.running.merging import PerMicrobatch
 from stageline.running.microbatches import Batch, replicate
+from stageline.running.recompute import is_checkpointing, is_recomputing
 from stageline.running.result import StepResult
 from stageline.scheduling import Costs, Schedule, parse, schedules, simulate
 
@@ -80,6 +81,8 @@ __all__ = [
     "estimate_costs",
     "find_plans",
     "find_schedule",
+    "is_checkpointing",
+    "is_recomputing",
     "layer_list",
     "measure_costs",
     "parse",

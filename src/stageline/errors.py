@@ -19,7 +19,8 @@ happened while the pipeline ran. Wrong arithmetic of our own is an ``assert``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -158,3 +159,20 @@ class EdgeError(PipeError):
 
 class PeerError(PipeError):
     """Another rank of the job is gone, silent or out of step."""
+
+
+@contextmanager
+def original_errors() -> Iterator[None]:
+    """Raise what the user's own code raised, instead of the StepError that names the place.
+
+    From Python 3.11 on, the place is a note of the exception.
+    """
+    try:
+        yield
+    except StepError as error:
+        cause = error.__cause__
+        if cause is None or isinstance(cause, (StagelineError, RemoteCause)):
+            raise
+        if hasattr(cause, "add_note"):
+            cause.add_note(str(error))
+        raise cause from None

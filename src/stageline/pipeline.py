@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from stageline.errors import ConfigError
+from stageline.errors import ConfigError, original_errors
 from stageline.partitioning.plan import Plan
 from stageline.partitioning.recorded import CutModel, Example, cut_any, cut_planned
 from stageline.partitioning.sharing import find_shared
@@ -26,7 +28,9 @@ from stageline.running.events import Observer
 from stageline.running.foreign import ForeignParameters
 from stageline.running.loss import LossFunction, LossRule
 from stageline.running.materialising import InitStage
-from stageline.running.microbatches import BatchDims, LossReduction
+from stageline.running.merging import MergeOutputs
+from stageline.running.merging import merge_outputs as merge
+from stageline.running.microbatches import BatchDims, LossReduction, MicrobatchSizes
 from stageline.running.names import all_names
 from stageline.running.result import StepResult
 from stageline.running.runner import ThreadRunner
@@ -36,6 +40,7 @@ from stageline.running.timetable import Purpose
 from stageline.running.transports.base import ThreadTransport
 from stageline.running.undoing import Undo
 from stageline.scheduling import Schedule
+from stageline.scheduling.recompute import Recompute
 
 
 class Pipeline:
@@ -43,6 +48,7 @@ class Pipeline:
 
     Example:
         >>> import stageline as sl
+        >>> _ = torch.manual_seed(0)  # under torchrun, every rank draws the same batch
         >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
         >>> pipe = sl.Pipeline(
         ...     model, split=2, num_microbatches=4, loss_fn=nn.functional.cross_entropy
@@ -80,6 +86,10 @@ class Pipeline:
             of the stages that holds as many activations as 1F1B.
         loss_fn: ``(output, target) -> scalar``; None when the model returns its own loss.
         loss_reduction: ``"mean"``, ``"sum"``, or ``(microbatch, batch) -> weight``.
+        recompute: Activation checkpointing: ``"never"``, ``"always"``, ``"except_last"`` (every
+            microbatch but the last), ``"waiting"`` (where activations would wait for their
+            backward), a list of stages, or ``(stage, microbatch) -> bool``. What is recomputed
+            keeps its input alone, and runs again before its backward.
         ranks: How many ranks; one per stage if left out, under torchrun the number of processes.
         devices: One per rank; accelerators if there are any, else the CPU.
         wrap_stage: ``(module, index) -> module``, called before any optimizer can exist: DDP,
@@ -87,6 +97,12 @@ class Pipeline:
         init_stage: ``(module, index)``, for a model on meta: sets the weights of a stage of this
             process, instead of the modules' own ``reset_parameters``.
         batch_dims: The batch dimension of all tensors, or by leaf: ``{"args[0]": 1, "output": 1}``.
+        microbatch_sizes: ``(rows, num_microbatches) -> list`` with the rows of each microbatch; as
+            ``torch.tensor_split`` cuts if left out.
+        merge_outputs: ``(outputs of the microbatches, their rows) -> output of the batch``;
+            concatenates leaf by leaf if left out.
+        original_errors: Whether an exception in a stage or loss leaves a call as itself, and not
+            as the cause of a ``StepError`` that names rank, stage and microbatch.
         transport: ``"memory"`` (threads of this process), ``"shared-memory"`` (processes of one
             host), ``"process-group"`` (gloo, any number of hosts) or a transport; chosen
             automatically if left out.
@@ -114,11 +130,15 @@ class Pipeline:
         schedule: str | Schedule | None = None,
         loss_fn: LossFunction | None = None,
         loss_reduction: LossReduction = "mean",
+        recompute: Recompute = "never",
         ranks: int | None = None,
         devices: Sequence[str | torch.device] | None = None,
         wrap_stage: WrapStage | None = None,
         init_stage: InitStage | None = None,
         batch_dims: BatchDims = 0,
+        microbatch_sizes: MicrobatchSizes | None = None,
+        merge_outputs: MergeOutputs | None = None,
+        original_errors: bool = False,
         transport: str | ThreadTransport | None = None,
         keep_outputs: bool = False,
         share_outputs: bool = True,
@@ -127,7 +147,8 @@ class Pipeline:
         observer: Observer | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
-        plan, schedule, num_microbatches, contradictions = adopt(plan, schedule, num_microbatches)
+        adopted, contradictions = adopt(plan, schedule, num_microbatches, recompute)
+        plan, schedule, num_microbatches, recompute = adopted
         if ranks is None and isinstance(plan, Plan):
             ranks = max(plan.placement) + 1
         settings = Settings(
@@ -135,11 +156,15 @@ class Pipeline:
             schedule="1f1b" if schedule is None else schedule,
             loss_fn=loss_fn,
             loss_reduction=loss_reduction,
+            recompute=recompute,
             ranks=ranks,
             devices=devices,
             wrap_stage=wrap_stage,
             init_stage=init_stage,
             batch_dims=batch_dims,
+            microbatch_sizes=microbatch_sizes,
+            merge_outputs=merge_outputs,
+            original_errors=original_errors,
             transport=transport,
             keep_outputs=keep_outputs,
             share_outputs=share_outputs,
@@ -241,9 +266,14 @@ class Pipeline:
             runner=assembly.runner_for(sources, shared, settings, builders, parts),
             loss_rule=LossRule(settings.loss_fn, settings.loss_reduction),
             batch_dims=settings.batch_dims,
+            sizes=settings.microbatch_sizes,
+            merge=settings.merge_outputs or partial(merge, batch_dims=settings.batch_dims),
             keeps_outputs=settings.keep_outputs,
             shares_outputs=settings.share_outputs,
-            undo=Undo(tuple(self.parameters()), (stage.module for stage in self._stages.stages)),
+            undo=Undo(
+                [parameter for _, parameter in self.named_parameters()],
+                [stage.module for stage in self._stages.stages],
+            ),
             foreign=ForeignParameters(assembly.owners(sources, ties)),
             ties=ties,
             streams=assembly.streams(sources, self._stages, settings),
@@ -283,9 +313,10 @@ class Pipeline:
             kwargs: The keyword arguments of the model.
         """
         trains = self.training and torch.is_grad_enabled()
-        return self._engine.step(
-            args, kwargs, target, trains=trains, observer=self._settings.observer
-        )
+        with self._errors():
+            return self._engine.step(
+                args, kwargs, target, trains=trains, observer=self._settings.observer
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the outputs of the whole batch.
@@ -296,9 +327,13 @@ class Pipeline:
         engine, observer = self._engine, self._settings.observer
         in_one_process = isinstance(engine.runner, ThreadRunner)
         trains = self.training and torch.is_grad_enabled() and self.schedule.has_backward
-        if trains and in_one_process:
-            return differentiable.call(engine, args, kwargs, observer)
-        return engine.infer(args, kwargs, observer)
+        with self._errors():
+            if trains and in_one_process:
+                return differentiable.call(engine, args, kwargs, observer, self._errors)
+            return engine.infer(args, kwargs, observer)
+
+    def _errors(self) -> AbstractContextManager[None]:
+        return original_errors() if self._settings.original_errors else nullcontext()
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put the pipeline and all modules of its stages into training mode."""
@@ -313,8 +348,13 @@ class Pipeline:
         return self.train(False)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the stages in this process, a tied one once."""
-        return (parameter for _, parameter in self.named_parameters())
+        """Yield the parameters of the stages in this process, a tied one once.
+
+        Under torchrun, a process whose stages have no parameter that requires a gradient also
+        yields one without elements: an optimizer refuses an empty list, and every process runs the
+        same script. It gets no gradient, and no other method of the pipeline knows it.
+        """
+        return self._stages.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield them with the names they have in the original model, a tied one with its first."""

@@ -50,12 +50,22 @@ def run_python(script: Path, *arguments: str, cwd: Path = ROOT, timeout: float =
     return run_command(sys.executable, "-W", "error", script, *arguments, cwd=cwd, timeout=timeout)
 
 
-def run_torchrun(num_processes: int, script: Path, *arguments: str, timeout: float = 120) -> str:
-    """Run a script in several processes, as `torchrun` does; the port is any free one."""
+def run_torchrun(
+    num_processes: int,
+    script: Path,
+    *arguments: str,
+    only_rank: int | None = None,
+    timeout: float = 120,
+) -> str:
+    """Run a script in several processes, as `torchrun` does; the port is any free one.
+
+    What one rank prints is returned alone on request: lines of several may run into each other.
+    """
     return run_command(
         sys.executable,
         *("-m", "torch.distributed.run", "--standalone"),
         f"--nproc-per-node={num_processes}",
+        *([] if only_rank is None else [f"--local-ranks-filter={only_rank}"]),
         script,
         *arguments,
         timeout=timeout,

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.people.commands import ROOT, run_python
+from tests.people.commands import ROOT, run_python, run_torchrun
 from tests.people.markdown import (
+    Block,
     as_script,
     commands,
     make_targets,
@@ -20,12 +21,13 @@ from tests.people.markdown import (
 pytestmark = pytest.mark.people
 
 README = ROOT / "README.md"
-PAGES = [
-    README,
+SCRIPTS = running(README.read_text())  # each is a script of its own
+SEQUELS = [  # pages whose blocks go on from one another
     *sorted((ROOT / "docs" / "guide").glob("*.md")),
     ROOT / "docs" / "understanding" / "schedules.md",
     ROOT / "docs" / "understanding" / "costs.md",
 ]
+PAGES = [README, *SEQUELS]
 MARK = "---- the next block of the page"
 MADE = {target for target in re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)}
 
@@ -34,7 +36,7 @@ def page_name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
+@pytest.mark.parametrize("page", SEQUELS, ids=page_name)
 def test_the_code_of_a_page_runs_and_prints_what_is_shown(page: Path, tmp_path: Path) -> None:
     text = page.read_text()
     script = tmp_path / page.with_suffix(".py").name
@@ -63,6 +65,36 @@ def test_the_files_that_a_page_names_exist(page: Path) -> None:
     linked = {page.parent / link for link in relative_links(text)}
     run = {ROOT / w for c in commands(text) for w in c.split() if w.startswith("examples/")}
     assert {page_name(path) for path in linked | run if not path.exists()} == set()
+
+
+@pytest.mark.parametrize("block", SCRIPTS, ids=lambda block: f"line {block.first_line}")
+def test_a_block_of_readme_prints_the_same_under_python_and_torchrun(
+    block: Block, tmp_path: Path
+) -> None:
+    """In 0.1 they drew a batch without a seed, so that each process had another one."""
+    script = tmp_path / "train.py"
+    script.write_text(block.code)
+    in_threads = run_python(script, cwd=tmp_path)
+    shown = shown_after(README.read_text(), block)
+    if shown:
+        assert comparable(in_threads) == comparable(shown)
+    in_processes = run_torchrun(num_stages(block), script, only_rank=0)
+    assert in_threads != ""
+    assert without_place(in_processes) == without_place(in_threads)
+
+
+def num_stages(block: Block) -> int:
+    """Return how many stages a block of README makes: torchrun starts a process for each."""
+    found = re.search(r"\b(?:split|num_stages)=(\d+)", block.code)
+    assert found is not None, (
+        f"line {block.first_line} of README: teach num_stages() how this block says their number"
+    )
+    return int(found[1])
+
+
+def without_place(output: str) -> str:
+    """Return an output without the words for where the ranks of a pipeline run."""
+    return re.sub(r"\((threads|processes)\b[^)]*\)", "", output)
 
 
 def test_readme_shows_code_that_runs() -> None:

@@ -135,21 +135,25 @@ def test_a_rank_without_a_batch_is_told_its_rows_whoever_comes_first() -> None:
             assert room.told[rank] == [{"kind": "rows", "epoch": 0, "rows": 8}], order
 
 
+SAME_BATCH = (
+    "Every rank must call with the same batch: call torch.manual_seed before you make random "
+    "batches, and read data in the same order on every rank"
+)
 DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "batch": (
         {LEAVES: {"args[0]": "float32 (6, 4)"}, ROWS: 6},
         "rank 1 was given another batch than rank 0: args[0] is float32 (6, 4) on rank 1 and "
-        "float32 (8, 4) on rank 0. Every rank must call with the same batch",
+        "float32 (8, 4) on rank 0. " + SAME_BATCH,
     ),
     "dtype": (
         {LEAVES: {"args[0]": "float64 (8, 4)"}},
         "rank 1 was given another batch than rank 0: args[0] is float64 (8, 4) on rank 1 and "
-        "float32 (8, 4) on rank 0. Every rank must call with the same batch",
+        "float32 (8, 4) on rank 0. " + SAME_BATCH,
     ),
     "rows only": (
         {LEAVES: {"target": "int64 (6,)"}, ROWS: 6},
         "rank 1 was given another batch than rank 0: the batch is 6 rows long on rank 1 and 8 rows "
-        "long on rank 0. Every rank must call with the same batch",
+        "long on rank 0. " + SAME_BATCH,
     ),
     "mode": (
         {PURPOSE: "an evaluation step"},

@@ -96,7 +96,7 @@ CALLER = {"MainThread"}
 @pytest.mark.usefixtures("in_turn_at_once")
 @pytest.mark.parametrize(
     ("schedule", "split"),
-    [("1f1b", 2), ("gpipe", 2), ("zb-h1", 2), ("varuna", 2), ("interleaved", 4), ("zb-v", 4)],
+    [("1f1b", 2), ("gpipe", 2), ("zb-h1", 2), ("interleaved", 4), ("zb-v", 4)],
 )
 def test_every_step_is_that_of_the_plain_model(schedule: str, split: int, watch: Watch) -> None:
     """The first step runs in threads, the next ones in turn, on batches of any size."""

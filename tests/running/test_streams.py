@@ -265,10 +265,12 @@ class Promising(nn.Module):
 def test_a_promise_to_draw_nothing_is_believed(closing: list[sl.Pipeline]) -> None:
     pipe = pipeline(nn.Sequential(Promising(), nn.Linear(WIDTH, 4)), split=2)
     closing.append(pipe)
-    assert pipe._engine.streams.of_call("TRAIN", 0, 0) is None
+    assert pipe._engine.streams.of_call("TRAIN", lambda: 0, 0) is None
     pipe = pipeline(nn.Sequential(Promising(), nn.Dropout(0.5), nn.Linear(WIDTH, 4)), split=2)
     closing.append(pipe)
-    assert pipe._engine.streams.of_call("TRAIN", 0, 0) is not None  # the dropout draws all the same
+    assert (
+        pipe._engine.streams.of_call("TRAIN", lambda: 0, 0) is not None
+    )  # the dropout draws all the same
 
 
 def test_a_promise_that_is_broken_is_an_error(closing: list[sl.Pipeline]) -> None:
@@ -313,7 +315,7 @@ def test_code_that_draws_nothing_is_not_followed(closing: list[sl.Pipeline]) -> 
     model.zero_grad()
     pipe = pipeline(model, split=3, loss_fn=own_loss)
     closing.append(pipe)
-    assert pipe._engine.streams.of_call("TRAIN", 0, 0) is None
+    assert pipe._engine.streams.of_call("TRAIN", lambda: 0, 0) is None
     assert torch.equal(pipe.step(x, target=y).loss, wanted.loss)
     for name, parameter in pipe.named_parameters():
         wanted_gradient = gradients[name]
@@ -342,13 +344,13 @@ def test_a_model_that_cannot_draw_is_not_followed(closing: list[sl.Pipeline]) ->
     pipe = pipeline(model, split=2)
     closing.append(pipe)
     streams = pipe._engine.streams
-    assert streams.of_call("TRAIN", 0, 0) is None
+    assert streams.of_call("TRAIN", lambda: 0, 0) is None
     dropout.p = 0.5
-    drawing = streams.of_call("TRAIN", 0, 0)
+    drawing = streams.of_call("TRAIN", lambda: 0, 0)
     assert drawing is not None
     assert len(drawing.stages) == 1
     pipe.eval()
-    assert streams.of_call("TRAIN", 0, 0) is None
+    assert streams.of_call("TRAIN", lambda: 0, 0) is None
 
 
 def test_a_wrapper_around_a_stage_is_no_part_of_the_model(closing: list[sl.Pipeline]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,9 +15,11 @@ from stageline.scheduling.passes import (
     forward_part,
     forwards_first,
     keep_microbatches,
-    recompute_activations,
 )
+from stageline.scheduling.recompute import recompute, recompute_activations
 from tests.scheduling.random_schedules import random_schedules
+
+GRADIENTS = (Kind.BACKWARD, Kind.INPUT_GRADIENT)
 
 
 @given(random_schedules(), st.integers(1, 4))
@@ -37,9 +41,56 @@ def test_forward_part(schedule: Schedule) -> None:
 
 @given(random_schedules())
 def test_forwards_first(schedule: Schedule) -> None:
+    """Forwards keep their order; gradients that ascend in all stages descend afterwards."""
     sorted_rows = forwards_first(schedule).check()
+    descends = all(gradients_ascend(row) for row in schedule.rows())
+    last = schedule.num_microbatches - 1
     for before, after in zip(schedule.rows(), sorted_rows.rows(), strict=True):
-        assert after == tuple(sorted(before, key=lambda action: action.kind is not Kind.FORWARD))
+        forwards = [action for action in before if action.kind is Kind.FORWARD]
+        others = [a for a in before if a.kind not in (Kind.FORWARD, Kind.RECOMPUTE)]
+        if descends:
+            others = [replace(each, microbatch=last - each.microbatch) for each in others]
+        assert [a for a in after if a.kind is not Kind.RECOMPUTE] == forwards + others
+        again = {(a.stage, a.microbatch) for a in before if a.kind is Kind.RECOMPUTE}
+        assert {(a.stage, a.microbatch) for a in after if a.kind is Kind.RECOMPUTE} == again
+
+
+def gradients_ascend(row: Sequence[Action]) -> bool:
+    latest: dict[tuple[Kind, int], int] = {}
+    for action in row:
+        if action.kind not in (Kind.FORWARD, Kind.RECOMPUTE):
+            if action.microbatch < latest.get((action.kind, action.stage), -1):
+                return False
+            latest[action.kind, action.stage] = action.microbatch
+    return True
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+def test_gradients_of_a_call_come_in_the_order_of_the_plain_loop(name: str) -> None:
+    """Autograd differentiates the last part of a concatenation first."""
+    stages = schedules.family(name).num_stages(3)
+    sorted_rows = forwards_first(schedules.build(name, stages, 8, num_ranks=3))
+    for row in sorted_rows.rows():
+        for stage in range(stages):
+            order = [a.microbatch for a in row if a.stage == stage and a.kind in GRADIENTS]
+            assert order == sorted(order, reverse=True)
+
+
+@given(random_schedules(), st.sets(st.tuples(st.integers(0, 3), st.integers(0, 4))))
+def test_recompute(schedule: Schedule, wanted: set[tuple[int, int]]) -> None:
+    """What is wanted has one R right before its backward; what had one keeps its own."""
+    again = recompute(schedule, lambda stage, microbatch: (stage, microbatch) in wanted).check()
+    for before, after in zip(schedule.rows(), again.rows(), strict=True):
+        known = {(a.stage, a.microbatch) for a in before if a.kind is Kind.RECOMPUTE}
+        places = [(a.stage, a.microbatch) for a in after if a.kind is Kind.RECOMPUTE]
+        differentiated = {(a.stage, a.microbatch) for a in after if a.kind in GRADIENTS}
+        assert len(places) == len(set(places))
+        assert set(places) == known | (wanted & differentiated)
+        for action, following in pairwise(after):
+            place = (action.stage, action.microbatch)
+            if action.kind is Kind.RECOMPUTE and place not in known:
+                assert (following.stage, following.microbatch) == place
+                assert following.kind in GRADIENTS
 
 
 @given(random_schedules())

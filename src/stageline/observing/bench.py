@@ -177,7 +177,7 @@ class Bench:
             self._loss_fn,
             may_draw=True,
         )
-        drawn = streams.of_call("measuring", 0, 0)
+        drawn = streams.of_call("measuring", lambda: 0, 0)
         return _Played(programs, Work(batch, chosen, drawn, rule), several)
 
     def _program(self, index: int, module: nn.Module, num_stages: int) -> StageProgram:

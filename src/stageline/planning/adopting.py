@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from stageline.partitioning.plan import Plan
 from stageline.planning.proposal import Proposal
 from stageline.scheduling import Schedule
+from stageline.scheduling.recompute import Recompute
+
+
+class Adopted(NamedTuple):
+    """What a pipeline is built with."""
+
+    plan: Plan | None
+    schedule: str | Schedule | None
+    num_microbatches: int | None
+    recompute: Recompute
 
 
 def adopt(
-    plan: Plan | Proposal | None, schedule: str | Schedule | None, num_microbatches: int | None
-) -> tuple[Plan | None, str | Schedule | None, int | None, list[str]]:
-    """Return plan, schedule and number of microbatches of a proposal, and what is wrong.
+    plan: Plan | Proposal | None,
+    schedule: str | Schedule | None,
+    num_microbatches: int | None,
+    recompute: Recompute,
+) -> tuple[Adopted, list[str]]:
+    """Return what a proposal says of schedule, microbatches and recompute, and what is wrong.
 
     Of anything else than a proposal, what was given.
     """
     if not isinstance(plan, Proposal):
-        return plan, schedule, num_microbatches, []
+        return Adopted(plan, schedule, num_microbatches, recompute), []
     faults = [
         f"{name}={given}, the proposal has {own}: leave {name} out, or give plan=proposal.plan"
         for name, given, own, differs in (
@@ -41,5 +56,7 @@ def adopt(
             "plan=proposal.plan, schedule=proposal.schedule"
         )
     # By its name a family can be built anew for smaller batches.
-    by_name = plan.method.build_name
-    return plan.plan, by_name or plan.schedule, plan.num_microbatches, faults
+    by_name, again = plan.method.build_name, plan.method.adds_recompute
+    if again and recompute == "never":
+        by_name, recompute = plan.method.schedule, "waiting"
+    return Adopted(plan.plan, by_name or plan.schedule, plan.num_microbatches, recompute), faults

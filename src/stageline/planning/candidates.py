@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from stageline.scheduling import Kind, Schedule, schedules
-from stageline.scheduling.passes import recompute_activations
+from stageline.scheduling.recompute import recompute_activations
 from stageline.scheduling.schedules import Family
 
 AUTO = "auto"
@@ -86,12 +86,16 @@ class Method:
     @property
     def build_name(self) -> str | None:
         """By which name alone a pipeline can build it; None if it takes more than that."""
-        adds = self.recompute and self.schedule != _RECOMPUTES
-        return None if adds or self.schedule == AUTO else self.schedule
+        return None if self.adds_recompute or self.schedule == AUTO else self.schedule
+
+    @property
+    def adds_recompute(self) -> bool:
+        """Whether it recomputes more than its family does by itself: ``recompute="waiting"``."""
+        return self.recompute and self.schedule != _RECOMPUTES
 
     def __str__(self) -> str:
         several = f" x{self.stages_per_rank}" if self.stages_per_rank > 1 else ""
-        again = " + R" if self.recompute and self.schedule != _RECOMPUTES else ""
+        again = " + R" if self.adds_recompute else ""
         return f"{self.schedule}{several}{again}"
 
 

@@ -24,6 +24,7 @@ from stageline.running.foreign import Owner
 from stageline.running.materialising import InitStage, is_abstract
 from stageline.running.materialising import materialise as make_real
 from stageline.running.names import Names
+from stageline.running.placeholder import Placeholder
 from stageline.running.processes import ProcessRunner
 from stageline.running.program import StageProgram
 from stageline.running.recordings import Recordings
@@ -159,7 +160,15 @@ def hold(
         first_names=names.first,
         shadows=tuple(ties.shadows),
         order=names.order,
+        placeholder=_placeholder(parts),
     )
+
+
+def _placeholder(parts: Parts) -> Placeholder | None:
+    """Return what optimizers of this process are given if its stages have nothing for them."""
+    if len(parts.ranks_here) == len(parts.devices):
+        return None  # all stages are here: an optimizer says what it says of the plain model
+    return Placeholder.on(parts.devices[parts.ranks_here[0]])
 
 
 def recordings(

@@ -9,6 +9,8 @@ only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,30 +20,42 @@ from torch.autograd.graph import get_gradient_edge
 from stageline.errors import PipeError
 from stageline.running.engine import DifferentiableRun, Engine
 from stageline.running.events import Observer
-from stageline.running.merging import merge_outputs
 from stageline.torch_private import engine_will_run
 
 
 def call(
-    engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], observer: Observer | None
+    engine: Engine,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    observer: Observer | None,
+    errors: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Any:
-    """Return the outputs of the whole batch, with the pipeline in their graph."""
+    """Return the outputs of the whole batch, with the pipeline in their graph.
+
+    ``errors`` returns what the backward of a caller runs in.
+    """
     run = engine.differentiate(args, kwargs, observer)
     tensors = [leaf for packet in run.packets for leaf in packet.leaves if isinstance(leaf, Tensor)]
     anchor = torch.empty(0, requires_grad=True)
     apply: Any = _Pipeline.apply  # untyped in torch
-    attached = iter(apply(run, anchor, *run.inputs, *tensors))
+    attached = iter(apply(run, errors, anchor, *run.inputs, *tensors))
     for packet in run.packets:
         packet.leaves = [
             next(attached) if isinstance(leaf, Tensor) else leaf for leaf in packet.leaves
         ]
     outputs = [packet.value() for packet in run.packets]
-    return merge_outputs(outputs, run.sizes, engine.batch_dims)
+    return engine.merge(outputs, run.sizes)
 
 
 class _Pipeline(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: DifferentiableRun, anchor: Tensor, *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any,
+        run: DifferentiableRun,
+        errors: Callable[[], AbstractContextManager[None]],
+        anchor: Tensor,
+        *tensors: Tensor,
+    ) -> Any:
         outputs = [tensor.detach() for tensor in tensors[len(run.inputs) :]]
         # Which outputs gradients can come for, microbatch by microbatch, in the order of tensors.
         ctx.flags = [
@@ -58,6 +72,7 @@ class _Pipeline(torch.autograd.Function):
         )
         ctx.set_materialize_grads(False)
         ctx.run_backward = run.backward
+        ctx.errors = errors
         ctx.num_inputs = len(run.inputs)
         ctx.anchor_node = get_gradient_edge(anchor).node
         return tuple(outputs)
@@ -79,5 +94,6 @@ class _Pipeline(torch.autograd.Function):
             [gradient for flag, gradient in ((flag, next(coming)) for flag in flags) if flag]
             for flags in ctx.flags
         ]
-        of_inputs = ctx.run_backward(per_microbatch) or [None] * ctx.num_inputs
-        return (None, None, *of_inputs, *(None for _ in gradients))
+        with ctx.errors():
+            of_inputs = ctx.run_backward(per_microbatch) or [None] * ctx.num_inputs
+        return (None, None, None, *of_inputs, *(None for _ in gradients))

@@ -5,21 +5,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from stageline.errors import BatchError, PipeError, ScheduleError
 from stageline.running.boundary import Packet
+from stageline.running.caller import CallerState
 from stageline.running.control.agreement import ROWS, Facts
 from stageline.running.events import Observer
 from stageline.running.executor import BoundRow, StepState
 from stageline.running.foreign import ForeignParameters
+from stageline.running.forward_modes import ForwardModes
 from stageline.running.loss import LossRule
-from stageline.running.merging import merge_outputs
-from stageline.running.microbatches import BatchDims, Microbatches
+from stageline.running.merging import MergeOutputs
+from stageline.running.microbatches import BatchDims, Microbatches, MicrobatchSizes
 from stageline.running.processes import ProcessRunner
 from stageline.running.program import StageProgram
 from stageline.running.recordings import Chosen, Recordings
@@ -44,6 +48,8 @@ class Engine:
         runner: Who plays the ranks.
         loss_rule: How the last stage makes a loss.
         batch_dims: Where the batch dimension lies, if not first.
+        sizes: How many rows each microbatch gets; None: as ``torch.tensor_split`` cuts.
+        merge: How the outputs of microbatches become those of the batch.
         keeps_outputs: Whether a step returns its outputs.
         shares_outputs: Whether outputs go to every rank, or stay on the last stage's.
         undo: Puts back what a failed step has changed.
@@ -57,6 +63,8 @@ class Engine:
     runner: Runner
     loss_rule: LossRule
     batch_dims: BatchDims
+    sizes: MicrobatchSizes | None
+    merge: MergeOutputs
     keeps_outputs: bool
     shares_outputs: bool
     undo: Undo
@@ -129,9 +137,13 @@ class Engine:
     def differentiate(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], observer: Observer | None
     ) -> DifferentiableRun:
-        """Run all forwards and keep their graphs, for a backward that comes later."""
+        """Run all forwards and keep their graphs, for a backward that comes later.
+
+        What R computes then, it computes under the modes of this call.
+        """
         purpose = Purpose.DIFFERENTIATE
         with self._call(purpose):
+            modes = ForwardModes(self._modules())
             batch = self._cut(args, kwargs, None, purpose)
             self.ties.refresh()
             states = self._states(batch, purpose, None)
@@ -139,6 +151,7 @@ class Engine:
             self._run([forward for forward, _ in rows], states, observer, purpose)
             outputs = states[self._last_rank].outputs
             packets = [outputs.pop(index) for index in range(batch.count)]
+        backwards = [later for _, later in rows]
 
         seen = [(leaf, _version(leaf)) for leaf in batch.tensors()]
 
@@ -159,12 +172,24 @@ class Engine:
             for index, of_microbatch in enumerate(gradients):
                 key = (len(self._placement) - 1, index)
                 last.gradients[key] = Packet(list(of_microbatch))
-            with self._call(), self.undo.on_failure(purpose):
-                self._run([later for _, later in rows], mine, observer, purpose)
+            with (
+                self._call(),
+                self.undo.accumulated_at_once(),
+                self.undo.on_failure(purpose),
+                modes.restored(),
+            ):
+                self._run(backwards, mine, observer, purpose, modes.caller)
             return _input_gradients(mine[self._placement[0]])
 
         inputs = [leaf for leaf in batch.input_tensors() if leaf.requires_grad]
         return DifferentiableRun(packets, inputs, batch.sizes, backward)
+
+    def _modules(self) -> Iterator[nn.Module]:
+        """Yield all modules whose training flags decide what a forward computes."""
+        for program in self.programs.values():
+            yield from program.module.modules()
+        if self.recordings is not None:
+            yield from self.recordings.opened
 
     def _run(
         self,
@@ -172,6 +197,7 @@ class Engine:
         states: Mapping[int, StepState],
         observer: Observer | None,
         purpose: Purpose,
+        caller: CallerState | None = None,
     ) -> None:
         """Run rows, and give tied parameters their gradients."""
         streams = next(iter(states.values())).streams  # of the call: all ranks have the same
@@ -183,7 +209,7 @@ class Engine:
             stack.enter_context(generator_untouched())
             if streams is not None:
                 stack.enter_context(streams.installed())
-            self.runner.run(rows, states, observer)
+            self.runner.run(rows, states, observer, caller)
             last = states.get(self._last_rank)
             if last is not None and last.loss_rule is not None:
                 # Now, while earlier ranks still run: in a moment all may wait for this one.
@@ -211,7 +237,12 @@ class Engine:
             if not self._is_first and not has_data(*args, kwargs, target):
                 return told(None)
             batch = Microbatches(
-                args, kwargs, target, num_microbatches=count, batch_dims=self.batch_dims
+                args,
+                kwargs,
+                target,
+                num_microbatches=count,
+                batch_dims=self.batch_dims,
+                sizes=self.sizes,
             )
             if purpose is Purpose.TRAIN:
                 _refuse_history(batch)
@@ -229,7 +260,7 @@ class Engine:
                 targets=has_loss and self._last_rank in self.runner.ranks,
             )
             return cut[0]
-        return Microbatches((), {}, target, num_microbatches=count, rows=rows)
+        return Microbatches((), {}, target, num_microbatches=count, rows=rows, sizes=self.sizes)
 
     @property
     def _is_first(self) -> bool:
@@ -285,27 +316,30 @@ class Engine:
         }
 
     def _streams(self, purpose: Purpose) -> CallStreams | None:
-        """Return the streams of a call; seed and number are the same on every rank."""
+        """Return the streams of a call; seed and number are the same on every rank.
+
+        A call that can be differentiated takes its seed from the caller's generator, as a plain
+        model would take all its draws: ``torch.manual_seed`` before it repeats it.
+        """
         if not self.streams.may_draw:
             return None
+        if purpose is Purpose.DIFFERENTIATE:
+            return self.streams.of_call(purpose.name, _drawn_seed, 0)
         number = self.streams.completed[purpose.name]
-        return self.streams.of_call(purpose.name, self.runner.seed, number)
+        return self.streams.of_call(purpose.name, lambda: self.runner.seed, number)
 
     def _outputs(self, last: StepState | None, batch: Microbatches) -> _Merged | None:
         """Return the outputs of the batch where they are wanted; every rank merges for itself."""
         parts = None if last is None else [last.outputs.pop(i).value() for i in range(batch.count)]
         if self.shares_outputs:
             parts = self.runner.share(parts, owner=self._last_rank)
-        return None if parts is None else _Merged(parts, batch.sizes, self.batch_dims)
+        return None if parts is None else _Merged(parts, batch.sizes, self.merge)
 
     @contextmanager
     def _call(self, counted: Purpose | None = None) -> Iterator[None]:
         """One call at a time; what fails here fails on every rank, and what succeeds is counted."""
-        if not self._busy.acquire(blocking=False):
-            raise PipeError(
-                "this pipeline is already running a call in another thread: wait for it, or "
-                "build a second pipeline"
-            )
+        self._wait_for_turn()
+        token = _running.set((*_running.get(), self))
         is_over = True
         try:
             yield
@@ -323,7 +357,24 @@ class Engine:
                     self._shipping.keep()
                 else:
                     self._shipping.forget()
+            _running.reset(token)
             self._busy.release()
+
+    def _wait_for_turn(self) -> None:
+        """Wait for a call of another thread; under several processes, refuse to.
+
+        The other ranks would have to take the calls in the same order.
+        """
+        if any(engine is self for engine in _running.get()):
+            raise PipeError(
+                "a stage, or its loss, called the pipeline that it is a part of, which would wait "
+                "for itself: call the model or one of its modules instead"
+            )
+        if not self._busy.acquire(blocking=not self.runner.compares):
+            raise PipeError(
+                "this pipeline is already running a call in another thread: wait for it, or "
+                "build a second pipeline"
+            )
 
 
 @dataclass(frozen=True)
@@ -346,17 +397,25 @@ class DifferentiableRun:
 class _Merged:
     """The outputs of the microbatches as those of the batch; merged once, when first asked for."""
 
-    def __init__(self, parts: Sequence[Any], sizes: Sequence[int], batch_dims: BatchDims) -> None:
+    def __init__(self, parts: Sequence[Any], sizes: Sequence[int], merge: MergeOutputs) -> None:
         self._parts: Sequence[Any] | None = parts
         self._sizes = sizes
-        self._batch_dims = batch_dims
+        self._merge = merge
         self._value: Any = None
 
     def __call__(self) -> Any:
         if self._parts is not None:
-            self._value = merge_outputs(self._parts, self._sizes, self._batch_dims)
+            self._value = self._merge(self._parts, self._sizes)
             self._parts = None
         return self._value
+
+
+_running: ContextVar[tuple[Engine, ...]] = ContextVar("_running", default=())
+"""The pipelines whose calls the current thread is in, as a caller or as a rank."""
+
+
+def _drawn_seed() -> int:
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
 def _accumulate(first: StepState) -> None:

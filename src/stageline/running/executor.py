@@ -79,6 +79,11 @@ class BoundRow:
         return sum(action.peer is None for action in self.actions)
 
     @cached_property
+    def recomputes(self) -> bool:
+        """Whether some forward runs again before its backward."""
+        return any(action.kind is Kind.RECOMPUTE for action in self.actions)
+
+    @cached_property
     def is_ascending(self) -> bool:
         """Whether every stage takes all microbatches from first to last, in all that it does."""
         latest: dict[tuple[Kind, int], int] = {}

@@ -21,6 +21,7 @@ from stageline.running.boundary import (
 from stageline.running.early import enter_early, pays
 from stageline.running.loss import LossRule
 from stageline.running.program import StageProgram
+from stageline.running.recompute import checkpointing, recomputing
 from stageline.running.split.again import Statistics, is_changed, versions
 from stageline.running.split.deferred import Deferred
 from stageline.running.split.mode import Differentiates, Splitting, leave_whole
@@ -52,7 +53,10 @@ def forward_dropped(state: StepState, stage: int, microbatch: int, edge: Edge | 
     program = state.programs[stage]
     arrived = _arrived(state, program, microbatch)
     arguments = _arguments(state, program, microbatch)
-    with state.again.kept(program, microbatch, arrived, arguments):
+    with (
+        state.again.kept(program, microbatch, arrived, arguments),
+        checkpointing(program.generators),
+    ):
         made = _run(state, program, microbatch, arrived)
     for table in (state.roots, state.slots, state.gradients):
         table.pop((stage, microbatch), None)
@@ -77,7 +81,10 @@ def _again(
 ) -> None:
     program = state.programs[stage]
     statistics = Statistics(program)
-    run(state, program, microbatch, state.again.pop(stage, microbatch))
+    with recomputing():
+        run(state, program, microbatch, state.again.pop(stage, microbatch))
+    if program.is_last and state.loss_rule is None:
+        del state.outputs[microbatch]  # the caller has it since F
     statistics.put_back()
 
 

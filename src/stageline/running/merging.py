@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from stageline import torch_private as trees
 from stageline.running.microbatches import BatchDims, refuse_unknown
+
+MergeOutputs = Callable[[Sequence[Any], Sequence[int]], Any]
+"""``(outputs of the microbatches, their rows) -> the output of the batch``."""
 
 
 class PerMicrobatch(list[Any]):

@@ -28,6 +28,8 @@ from stageline.running.hidden import find_hidden_tensor
 from stageline.wording import a_kind
 
 BatchDims = int | Mapping[str, int | None]
+MicrobatchSizes = Callable[[int, int], Sequence[int]]
+"""``(rows of the batch, num_microbatches) -> the rows of each microbatch``."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,18 @@ class Microbatches:
         num_microbatches: int,
         batch_dims: BatchDims = 0,
         rows: int | None = None,
+        sizes: MicrobatchSizes | None = None,
     ) -> None:
         self._args = _Sliceable(args, "args", batch_dims)
         self._kwargs = _Sliceable(kwargs, "kwargs", batch_dims)
         self._target = _Sliceable(target, "target", batch_dims)
         self._check_names(batch_dims)
         self.rows = self._agreed_rows(rows)
-        self.count = min(num_microbatches, self.rows)
-        self.sizes = split_sizes(self.rows, self.count)
+        if sizes is None:
+            self.sizes = split_sizes(self.rows, min(num_microbatches, self.rows))
+        else:
+            self.sizes = _checked_sizes(sizes, self.rows, num_microbatches)
+        self.count = len(self.sizes)
         self._starts = [0, *accumulate(self.sizes)]
         self._sliced_inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._sliced_targets: list[Any] = []
@@ -388,6 +394,18 @@ def split_sizes(rows: int, count: int) -> list[int]:
     """
     small, larger = divmod(rows, count)
     return [small + 1] * larger + [small] * (count - larger)
+
+
+def _checked_sizes(sizes: MicrobatchSizes, rows: int, num_microbatches: int) -> list[int]:
+    """Return what the user's own rule says, if it is a way to cut the batch."""
+    found = list(sizes(rows, num_microbatches))
+    fits = len(found) <= num_microbatches and sum(found) == rows
+    if fits and all(isinstance(each, int) and each > 0 for each in found):
+        return found
+    raise BatchError(
+        f"microbatch_sizes({rows}, {num_microbatches}) returned {found}: wanted at most "
+        f"{num_microbatches} whole numbers above 0 whose sum is {rows}"
+    )
 
 
 def refuse_unknown(wanted: Sequence[str], names: Sequence[str], what: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stageline.errors import PipeError, StagelineError, StepError
 from stageline.running.boundary import Packet, leave
-from stageline.running.caller import step_modes
+from stageline.running.caller import CallerState, step_modes
 from stageline.running.control import Failure, Member, leaving
 from stageline.running.control.agreement import DRAWS, PURPOSE, ROWS, Facts
 from stageline.running.cores import cores_for_each, use_threads
@@ -43,6 +43,8 @@ class ProcessRunner(Runner):
         on_cpu: Whether ranks share the cores of their host.
         seed: What torch has made up on rank 0, for as long as nobody calls ``torch.manual_seed``.
     """
+
+    compares = True
 
     def __init__(
         self,
@@ -111,7 +113,11 @@ class ProcessRunner(Runner):
         return self._endpoint.receive(self._edge("D", rank, self.rank, number)).wait().value()
 
     def run(
-        self, rows: Sequence[BoundRow], states: Mapping[int, StepState], observer: Observer | None
+        self,
+        rows: Sequence[BoundRow],
+        states: Mapping[int, StepState],
+        observer: Observer | None,
+        caller: CallerState | None = None,
     ) -> None:
         state, row = states[self.rank], rows[self.rank]
         assert self._endpoint is not None

@@ -18,6 +18,7 @@ from stageline.capturing.direct.calls import Call, DirectCall
 from stageline.capturing.direct.entrances import Entrance
 from stageline.capturing.staged import VariantStage
 from stageline.running.boundary import Packet
+from stageline.running.recompute import Generators, generators_of
 from stageline.running.split.layers import KnownLayers
 from stageline.running.split.worth import Worth
 from stageline.running.streams.candidates import PROMISE
@@ -55,6 +56,11 @@ class StageProgram:
         """Modules that may keep statistics: BatchNorm and its like."""
         modules = self.module.modules()
         return tuple(m for m in modules if getattr(m, "track_running_stats", False))
+
+    @cached_property
+    def generators(self) -> Generators:
+        """Generators that the stage may draw from and that R would not put back."""
+        return generators_of(self.module)
 
     @cached_property
     def is_first(self) -> bool:

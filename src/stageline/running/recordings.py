@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from stageline.capturing.inputs import Arguments
 from stageline.capturing.staged import StagedModel
@@ -49,6 +50,11 @@ class Recordings:
     def takes_inputs(self) -> bool:
         """Whether some stage here uses arguments of the model."""
         return any(stage.takes_inputs for stage in self._staged.held.values())
+
+    @property
+    def opened(self) -> Iterable[nn.Module]:
+        """The modules that were cut open and are in no stage."""
+        return self._staged.modes.values()
 
     def train(self, mode: bool) -> None:
         """Follow the pipeline's train() and eval() in code that no stage contains."""

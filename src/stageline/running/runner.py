@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stageline.running.boundary import Packet
-from stageline.running.caller import CallerState
+from stageline.running.caller import CallerState, refuse_foreign_modes
 from stageline.running.control.agreement import ROWS, Facts
 from stageline.running.cores import share_of_threads, use_threads
 from stageline.running.events import Observer
@@ -52,6 +52,7 @@ class Runner(ABC):
         ranks: The pipeline ranks that live here.
         num_ranks: How many the pipeline has in all.
         calls: How many calls were begun, this one included.
+        compares: Whether ranks compare what they were given.
         is_over: Whether a call that failed here was over for all ranks before: only what its caller
             wanted to do with the result has failed.
         where: Where the ranks live and what carries packets, for people.
@@ -60,6 +61,7 @@ class Runner(ABC):
     ranks: tuple[int, ...]
     num_ranks: int
     calls: int = 0
+    compares: bool = False
     is_over: bool = False
     where: str = "threads of one process"
 
@@ -81,9 +83,20 @@ class Runner(ABC):
 
     @abstractmethod
     def run(
-        self, rows: Sequence[BoundRow], states: Mapping[int, StepState], observer: Observer | None
+        self,
+        rows: Sequence[BoundRow],
+        states: Mapping[int, StepState],
+        observer: Observer | None,
+        caller: CallerState | None = None,
     ) -> None:
-        """Run the rows of all ranks that live here."""
+        """Run the rows of all ranks that live here.
+
+        Args:
+            rows: One for each rank of the pipeline.
+            states: What each rank that lives here holds.
+            observer: Told of each action.
+            caller: The modes to run under, if not those of the calling thread.
+        """
 
     @abstractmethod
     def share(self, value: Any, *, owner: int) -> Any:
@@ -145,7 +158,11 @@ class ThreadRunner(Runner):
         return int(look()[ROWS])
 
     def run(
-        self, rows: Sequence[BoundRow], states: Mapping[int, StepState], observer: Observer | None
+        self,
+        rows: Sequence[BoundRow],
+        states: Mapping[int, StepState],
+        observer: Observer | None,
+        caller: CallerState | None = None,
     ) -> None:
         tempo = self._tempo(rows, states) if observer is None else None
         in_turn = tempo is not None and tempo.prefers_turns
@@ -157,7 +174,11 @@ class ThreadRunner(Runner):
                 use_threads(threads)
                 run_in_turn(self._placement, states)
             else:
-                self._run_in_threads(rows, states, observer, threads)
+                if caller is None:
+                    caller = CallerState.capture()
+                else:
+                    refuse_foreign_modes()
+                self._run_in_threads(rows, states, observer, caller, threads)
         finally:
             if threads != before:
                 torch.set_num_threads(before)
@@ -169,12 +190,12 @@ class ThreadRunner(Runner):
         rows: Sequence[BoundRow],
         states: Mapping[int, StepState],
         observer: Observer | None,
+        caller: CallerState,
         threads: int,
     ) -> None:
         builds_graph = states[0].builds_graph
         window = None if builds_graph else self._forward_window
         exchange = self._transport.open(self.num_ranks, window=window)
-        caller = CallerState.capture()
         jobs = []
         for rank, state in states.items():
             state.endpoint = exchange.endpoint(rank)
@@ -195,7 +216,8 @@ class ThreadRunner(Runner):
             return None
         kind = (state.builds_graph, state.loss_rule is None, state.microbatches.count)
         if kind not in self._tempos:
-            fits = all(row.is_ascending for row in rows) and are_apart(state.programs.values())
+            fits = all(row.is_ascending and not row.recomputes for row in rows)
+            fits = fits and are_apart(state.programs.values())
             count = sum(row.num_computing for row in rows)
             self._tempos[kind] = Tempo(count, self.num_ranks) if fits else None
         return self._tempos[kind]

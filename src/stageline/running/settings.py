@@ -18,12 +18,14 @@ from stageline.running.control import Member, join
 from stageline.running.events import Observer
 from stageline.running.loss import REDUCTIONS, LossFunction
 from stageline.running.materialising import InitStage
-from stageline.running.microbatches import BatchDims, LossReduction
+from stageline.running.merging import MergeOutputs
+from stageline.running.microbatches import BatchDims, LossReduction, MicrobatchSizes
 from stageline.running.timetable import Timetable
 from stageline.running.transports.base import ThreadTransport
 from stageline.running.world import World
 from stageline.scheduling import Action, Costs, Kind, Schedule, parse, schedules
 from stageline.scheduling.checking import find_faults as find_schedule_faults
+from stageline.scheduling.recompute import Recompute, recompute_faults
 
 WrapStage = Callable[[nn.Module, int], nn.Module]
 TRANSPORTS = ("memory", "shared-memory", "process-group")
@@ -46,7 +48,11 @@ class Settings:
     devices: Sequence[str | torch.device] | None = None
     wrap_stage: WrapStage | None = None
     init_stage: InitStage | None = None
+    recompute: Recompute = "never"
     batch_dims: BatchDims = 0
+    microbatch_sizes: MicrobatchSizes | None = None
+    merge_outputs: MergeOutputs | None = None
+    original_errors: bool = False
     transport: str | ThreadTransport | None = None
     keep_outputs: bool = False
     share_outputs: bool = True
@@ -87,6 +93,7 @@ class Settings:
             *self._device_faults(),
         ]
         faults += [f"schedule: {fault}" for fault in self._schedule_faults()]
+        faults += recompute_faults(self.recompute)
         if not _is_batch_dims(self.batch_dims):
             faults.append(
                 f"batch_dims={self.batch_dims!r}: wanted a dimension (0) or one by leaf "
@@ -114,6 +121,7 @@ class Settings:
                 ("keep_outputs", self.keep_outputs),
                 ("share_outputs", self.share_outputs),
                 ("unpack_tuples", self.unpack_tuples),
+                ("original_errors", self.original_errors),
             )
             if not isinstance(value, bool)
         ]
@@ -126,6 +134,8 @@ class Settings:
                 ("loss_fn", self.loss_fn),
                 ("wrap_stage", self.wrap_stage),
                 ("init_stage", self.init_stage),
+                ("microbatch_sizes", self.microbatch_sizes),
+                ("merge_outputs", self.merge_outputs),
                 ("observer", self.observer),
             )
             if value is not None and not callable(value)
@@ -233,6 +243,9 @@ class Settings:
             num_ranks: Workers.
         """
         num_stages = len(times)
+        faults = recompute_faults(self.recompute, num_stages)
+        if faults:
+            return None, faults
         given = self._given_schedule()
         assert not isinstance(given, ScheduleError)  # find_faults has told
         try:
@@ -243,13 +256,15 @@ class Settings:
         except ScheduleError as error:
             return None, [f"schedule: {error}"]
         faults = self._fitting_faults(given, num_stages, num_ranks)
-        return (None, faults) if faults else (Timetable(given.compute_only()), [])
+        if faults:
+            return None, faults
+        return Timetable(given.compute_only(), recompute=self.recompute), []
 
     def _built(self, family: str, num_stages: int, num_ranks: int) -> Timetable:
         count = self.num_microbatches or _MICROBATCHES_PER_RANK * num_ranks
         schedule = schedules.build(family, num_stages, count, num_ranks=num_ranks)
         fitted = partial(schedules.fitted, family, num_stages, num_ranks=num_ranks)
-        return Timetable(schedule.check(), fitted)
+        return Timetable(schedule.check(), fitted, self.recompute)
 
     def _searched(self, times: Sequence[int | None], num_ranks: int) -> Timetable:
         """Find a schedule that holds no more than 1F1B does on its first rank.
@@ -274,7 +289,7 @@ class Settings:
             return found.schedule
 
         full = find(self.num_microbatches or _MICROBATCHES_PER_RANK * num_ranks)
-        return Timetable(full.check(), partial(find, placement=full.placement))
+        return Timetable(full.check(), partial(find, placement=full.placement), self.recompute)
 
     def _fitting_faults(self, given: Schedule, num_stages: int, num_ranks: int) -> list[str]:
         return [

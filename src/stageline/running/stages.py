@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from stageline.errors import StateError
+from stageline.running.placeholder import Placeholder
 
 
 class LoadedKeys(NamedTuple):
@@ -73,6 +74,8 @@ class HeldStages:
         first_names: The first name in the model of a parameter that is held under a later one.
         shadows: Copies of tied tensors; they stand for another one that is held here too.
         order: Where in the model each parameter stands, if the whole model is known.
+        placeholder: What optimizers are given if none of these stages has a trainable parameter;
+            None if all stages are in this process.
     """
 
     stages: tuple[HeldStage, ...]
@@ -82,6 +85,16 @@ class HeldStages:
     first_names: Mapping[str, str] = field(default_factory=dict)
     shadows: tuple[Tensor, ...] = ()
     order: Mapping[str, int] = field(default_factory=dict)
+    placeholder: Placeholder | None = None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield each once, and the placeholder if none of them can be trained."""
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        yield from parameters
+        if self.placeholder is not None and not any(each.requires_grad for each in parameters):
+            # A script that freezes all parameters and unfreezes some has frozen this one too.
+            self.placeholder.requires_grad = True
+            yield self.placeholder
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield each once, in the model's own order: optimizers number them by it."""

@@ -8,6 +8,7 @@ from enum import Enum
 from stageline.running.executor import BoundRow, bind
 from stageline.scheduling import Action, Kind, Schedule, order_transfers
 from stageline.scheduling.passes import forward_part, forwards_first, keep_microbatches
+from stageline.scheduling.recompute import Recompute, insert_recompute
 
 _FORWARD_KINDS = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
 
@@ -32,17 +33,29 @@ class Timetable:
         schedule: The schedule for a full batch.
         build: Number of microbatches -> the schedule for them; None where there is no rule, and
             what is missing is left out.
+        recompute: Which forwards run again before their backward, besides those that the schedule
+            recomputes itself.
+
+    Attributes:
+        schedule: The schedule for a full batch, with what is recomputed.
     """
 
-    def __init__(self, schedule: Schedule, build: Callable[[int], Schedule] | None = None) -> None:
-        self.schedule = schedule
+    def __init__(
+        self,
+        schedule: Schedule,
+        build: Callable[[int], Schedule] | None = None,
+        recompute: Recompute = "never",
+    ) -> None:
+        self.schedule = insert_recompute(schedule, recompute)
+        self._given = schedule
         self._build = build
+        self._recompute = recompute
         # At most one entry for each number of microbatches and purpose.
         self._rows: dict[tuple[int, Purpose], tuple[BoundRow, ...]] = {}
 
-    def fitted(self, count: int) -> Schedule:
-        """Return the schedule for a number of microbatches."""
-        full = self.schedule
+    def _fitted(self, count: int) -> Schedule:
+        """Return the schedule for a number of microbatches, as it was given."""
+        full = self._given
         if count == full.num_microbatches:
             return full
         return keep_microbatches(full, count) if self._build is None else self._build(count)
@@ -55,10 +68,12 @@ class Timetable:
         return known
 
     def _bound(self, count: int, purpose: Purpose) -> tuple[BoundRow, ...]:
-        schedule = self.fitted(count)
+        schedule = self._fitted(count)
         if purpose is Purpose.DIFFERENTIATE:
             schedule = forwards_first(schedule)
-        elif purpose is not Purpose.TRAIN:
+        if purpose.builds_graph:
+            schedule = insert_recompute(schedule, self._recompute)
+        else:
             schedule = forward_part(schedule)
         schedule = order_transfers(schedule)
         return tuple(bind(schedule, rank) for rank in range(schedule.num_ranks))

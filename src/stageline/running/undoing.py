@@ -59,6 +59,27 @@ class Undo:
                 failure.hint = f"{getattr(failure, 'hint', '')} {_HINT}".strip()
             raise
 
+    @contextmanager
+    def accumulated_at_once(self) -> Iterator[None]:
+        """Let a backward begin without gradients, and add it to those that were there at its end.
+
+        So does autograd: it sums what one backward gives a parameter before it accumulates that.
+        """
+        before = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        for parameter, _ in before:
+            parameter.grad = None
+        made: list[Tensor | None] = [None] * len(before)
+        try:
+            yield
+            made = [parameter.grad for parameter, _ in before]
+        finally:
+            with torch.no_grad():
+                for (parameter, gradient), added in zip(before, made, strict=True):
+                    if added is None or not gradient.is_sparse:
+                        parameter.grad = gradient if added is None else gradient.add_(added)
+                    else:
+                        parameter.grad = added + gradient
+
     def _statistics(self) -> list[Tensor]:
         return [
             buffer

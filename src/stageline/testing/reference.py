@@ -123,5 +123,5 @@ def _streams(model: nn.Module, loss_fn: LossFunction | None, step: int) -> CallS
         plain = next(plain.children())
     whole = StageStreams.of(model, plain, numbers_of(plain), None)
     seed, kind = torch.initial_seed(), Purpose.TRAIN.name
-    streams = Streams({0: whole}, loss_fn, may_draw=True).of_call(kind, seed, step)
+    streams = Streams({0: whole}, loss_fn, may_draw=True).of_call(kind, lambda: seed, step)
     return streams or CallStreams({}, loss_draws=False, seed=seed, kind=kind, number=step)

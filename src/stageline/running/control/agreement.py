@@ -74,7 +74,8 @@ def disagreement(rank: int, mine: Facts, other: int, theirs: Facts) -> str | Non
         if where is not None:
             return (
                 f"rank {rank} was given another batch than rank {other}: {where}. Every rank must "
-                "call with the same batch"
+                "call with the same batch: call torch.manual_seed before you make random batches, "
+                "and read data in the same order on every rank"
             )
     return _missing_arguments(rank, mine, other, theirs)
 

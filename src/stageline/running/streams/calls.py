@@ -196,8 +196,8 @@ class Streams:
         """Whether a stage here draws in a call that begins now, or may."""
         return self.may_draw and any(each.candidates().may_draw() for each in self._stages.values())
 
-    def of_call(self, kind: str, seed: int, number: int) -> CallStreams | None:
-        """Return the streams of one call; None if nothing in it can draw.
+    def of_call(self, kind: str, seed: Callable[[], int], number: int) -> CallStreams | None:
+        """Return the streams of one call; None if nothing in it can draw, and no seed is asked for.
 
         Compiled code cannot be followed. It runs uncompiled if something is known to draw; else it
         stays compiled, and what draws all the same is found by ``generator_untouched``.
@@ -210,4 +210,4 @@ class Streams:
         loss_draws = function_may_draw(self._loss_fn)
         if not drawing and not loss_draws:
             return None
-        return CallStreams(drawing, loss_draws, seed, kind, number, compiled)
+        return CallStreams(drawing, loss_draws, seed(), kind, number, compiled)

@@ -32,6 +32,8 @@ class _MemoryExchange(Exchange):
     def __init__(self, num_ranks: int, window: int | None) -> None:
         self.inboxes: list[SimpleQueue[_Letter]] = [SimpleQueue() for _ in range(num_ranks)]
         self.window = window
+        # A rank that only sends would run its whole row after another one has failed.
+        self.is_over = False
         # What a sender must take before it sends, and a receiver gives back once it has the packet.
         self.credits: dict[tuple[int, int], SimpleQueue[bool]] = {}
         if window is not None:
@@ -42,6 +44,7 @@ class _MemoryExchange(Exchange):
         return _MemoryEndpoint(self, self.inboxes[rank])
 
     def abort(self) -> None:
+        self.is_over = True
         for inbox in self.inboxes:
             inbox.put(None)
         for credit in self.credits.values():
@@ -63,6 +66,8 @@ class _MemoryEndpoint(Endpoint):
 
     def send(self, edge: Edge, packet: Packet) -> None:
         exchange = self._exchange
+        if exchange.is_over:
+            raise Aborted
         if (
             exchange.window is not None
             and not exchange.credits[edge.source_rank, edge.target_rank].get()
@@ -74,6 +79,8 @@ class _MemoryEndpoint(Endpoint):
         return _MemoryReceipt(self, edge)
 
     def take(self, wanted: Edge) -> Packet:
+        if self._exchange.is_over:
+            raise Aborted
         packet = self._waiting.pop(wanted, None)
         while packet is None:
             letter = self._inbox.get()

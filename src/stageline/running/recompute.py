@@ -1,0 +1,120 @@
+"""Recompute while it runs: which run a layer is in, and draws that R could not repeat.
+
+F   a forward whose graph is dropped      is_checkpointing()
+R   the same forward again                is_recomputing()
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from stageline.errors import CaptureError
+
+Generators = list[tuple[str, Callable[[], Any]]]
+"""Generators by name, each with what reads its state."""
+
+
+class _Phase(threading.local):
+    """Which run of a stage the current thread is in."""
+
+    is_checkpointing = False
+    is_recomputing = False
+
+
+_phase = _Phase()
+
+
+def is_checkpointing() -> bool:
+    """Return whether the layer that asks runs in a forward that will be recomputed.
+
+    Example:
+        >>> is_checkpointing()
+        False
+    """
+    return _phase.is_checkpointing
+
+
+def is_recomputing() -> bool:
+    """Return whether the layer that asks runs for the second time, before its backward.
+
+    A layer that counts its calls, or logs, leaves that out then.
+
+    Example:
+        >>> is_recomputing()
+        False
+    """
+    return _phase.is_recomputing
+
+
+@contextmanager
+def checkpointing(generators: Generators) -> Iterator[None]:
+    """Run a forward that R will run again.
+
+    Raises:
+        CaptureError: It drew numbers that R would not draw again.
+    """
+    before = [read() for _, read in generators]
+    _phase.is_checkpointing = True
+    try:
+        yield
+    finally:
+        _phase.is_checkpointing = False
+    for (name, read), state in zip(generators, before, strict=True):
+        if read() != state:
+            raise CaptureError(
+                f"{name} was drawn from while a stage ran that is recomputed: the second run would "
+                "draw other numbers, and the gradients would be those of another forward. Draw "
+                "with torch (torch.rand, F.dropout), or leave the stage out of recompute=. If "
+                "another thread of the program drew, give it a generator of its own"
+            )
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Run a forward for the second time."""
+    _phase.is_recomputing = True
+    try:
+        yield
+    finally:
+        _phase.is_recomputing = False
+
+
+def generators_of(stage: nn.Module) -> Generators:
+    """Return all generators but torch's default one that a stage is known to reach.
+
+    Those of Python and numpy, and those that its modules hold as attributes.
+    """
+    found: Generators = [("Python's random", random.getstate), ("numpy.random", _numpy_state)]
+    for path, module in stage.named_modules():
+        for name, value in vars(module).items():
+            read = _reader(value)
+            if read is not None:
+                found.append((f"the generator {f'{path}.{name}'.lstrip('.')}", read))
+    return found
+
+
+def _reader(value: Any) -> Callable[[], Any] | None:
+    if isinstance(value, torch.Generator):
+        return lambda: value.get_state().numpy().tobytes()
+    if isinstance(value, np.random.Generator):
+        return lambda: str(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return lambda: _comparable(value.get_state())
+    return value.getstate if isinstance(value, random.Random) else None
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    return _comparable(np.random.get_state())
+
+
+def _comparable(state: Any) -> tuple[Any, ...]:
+    """Return a state of numpy's with bytes for its array."""
+    return tuple(each.tobytes() if isinstance(each, np.ndarray) else each for each in state)
