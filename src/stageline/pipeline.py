@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from stageline.errors import ConfigError, original_errors
 from stageline.partitioning.plan import Plan
@@ -113,6 +114,8 @@ class Pipeline:
         heartbeat_timeout: Seconds without a sign of life after which a process counts as dead. One
             that is alive and slow is waited for.
         observer: Called with an ``ActionDone`` after each action, in the thread of its rank.
+        group: The processes that hold the pipeline, where they are not all of the job: what
+            ``torch.distributed.new_group`` returns. Ranks are then those in the group.
     """
 
     def __init__(
@@ -145,6 +148,7 @@ class Pipeline:
         timeout: float = 1800.0,
         heartbeat_timeout: float = 30.0,
         observer: Observer | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         adopted, contradictions = adopt(plan, schedule, num_microbatches, recompute)
         plan, schedule, num_microbatches, recompute = adopted
@@ -171,6 +175,7 @@ class Pipeline:
             timeout=timeout,
             heartbeat_timeout=heartbeat_timeout,
             observer=observer,
+            group=group,
         )
         example = Example(example_args, example_kwargs, balance, memory_limit, ranks)
         asked = {"split": repr(split), "balance": balance, "memory_limit": str(memory_limit)}
@@ -306,9 +311,10 @@ class Pipeline:
         and no gradient is touched.
 
         Args:
-            args: The arguments of the model. Every rank gets the same batch; a rank that holds
-                neither the first nor the last stage may be given None.
-            target: What ``loss_fn`` compares the output with.
+            args: The arguments of the model. A rank that is given nothing, ``step()``, receives
+                what it needs from the rank of stage 0. Ranks that are given data get the same.
+            target: What ``loss_fn`` compares the output with, on the rank of the last stage or on
+                any other. Which ranks are given what is settled in the first call of each kind.
             kwargs: The keyword arguments of the model.
         """
         trains = self.training and torch.is_grad_enabled()

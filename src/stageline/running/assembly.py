@@ -184,7 +184,7 @@ def recordings(
         # What is recorded later must use this rank's copies of tied parameters too.
         stage.original.adapt = partial(ties.localise, parts.placement[stage.index])
         stages[stage.index] = stage.original
-    return Recordings(staged.holding(stages), is_first=0 in stages)
+    return Recordings(staged.holding(stages))
 
 
 def _refuse_shared_generator(staged: StagedModel, parts: Parts) -> None:
@@ -258,6 +258,13 @@ def streams(sources: Sequence[StageSource], held: HeldStages, settings: Settings
         or any(_may_ever_draw(source.module) for source in sources)
     )
     return Streams(stages, settings.loss_fn, may_draw=may_draw)
+
+
+def _may_draw_as_built(sources: Sequence[StageSource], settings: Settings) -> bool:
+    """Whether something that is known here may draw, as it stands now."""
+    modules = [source.module for source in sources if source.module is not None]
+    streams = (StageStreams.of(module, module, {}, None) for module in modules)
+    return function_may_draw(settings.loss_fn) or any(s.candidates().may_draw() for s in streams)
 
 
 def _may_ever_draw(module: nn.Module | None) -> bool:
@@ -357,6 +364,7 @@ def runner_for(
     wanted = settings.transport if isinstance(settings.transport, str) else None
     carrier = builders.agree(
         facts(sources, shared, settings, parts),
+        draws=_may_draw_as_built(sources, settings),
         transport=wanted if on_cpu else "process-group",
         placement=parts.placement,
     )

@@ -93,6 +93,8 @@ class LossRule:
         if self.reduction == "sum":
             return 1.0
         assert callable(self.reduction)
+        if microbatches.weights is not None:
+            return microbatches.weights[index]
         return float(self.reduction(microbatches.part(index), microbatches.whole))
 
 

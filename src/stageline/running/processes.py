@@ -17,7 +17,7 @@ from stageline.errors import PipeError, StagelineError, StepError
 from stageline.running.boundary import Packet, leave
 from stageline.running.caller import CallerState, step_modes
 from stageline.running.control import Failure, Member, leaving
-from stageline.running.control.agreement import PURPOSE, ROWS, Facts
+from stageline.running.control.agreement import DRAWS, PURPOSE, ROWS, Facts
 from stageline.running.cores import cores_for_each, use_threads
 from stageline.running.events import Observer
 from stageline.running.executor import BoundRow, StepState, run_row
@@ -94,6 +94,23 @@ class ProcessRunner(Runner):
         self._endpoint = self._transport.open(epoch=self._member.epoch, window=window)
         rows = facts[ROWS]
         return self._member.agreed_rows() if rows is None else int(rows)
+
+    def note_draws(self) -> None:
+        self._member.amend({DRAWS: True})
+
+    def agreed_data(self) -> dict[int, Any]:
+        """Return what each rank was given for this call; every rank must ask."""
+        return self._member.agreed_data()
+
+    def tell(self, rank: int, number: int, value: Any) -> None:
+        """Send a value to another rank; ``number`` tells the values of a call apart."""
+        assert self._endpoint is not None
+        self._endpoint.send(self._edge("D", self.rank, rank, number), leave(value)[0])
+
+    def hear(self, rank: int, number: int) -> Any:
+        """Wait for a value that another rank tells."""
+        assert self._endpoint is not None
+        return self._endpoint.receive(self._edge("D", rank, self.rank, number)).wait().value()
 
     def run(
         self,

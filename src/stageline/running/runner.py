@@ -77,6 +77,10 @@ class Runner(ABC):
         ``look`` returns what this rank was given, or raises.
         """
 
+    def note_draws(self) -> None:
+        """Take notice that something here draws in this call: then all ranks need one seed."""
+        return
+
     @abstractmethod
     def run(
         self,
