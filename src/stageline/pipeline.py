@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from stageline.errors import ConfigError, original_errors
 from stageline.partitioning.plan import Plan
@@ -107,10 +108,14 @@ class Pipeline:
             automatically if left out.
         keep_outputs: Whether ``step`` returns the outputs of the batch beside its loss.
         share_outputs: Whether outputs reach every process, or stay on that of the last stage.
+        deferred_batch_norm: Whether every BatchNorm updates its running statistics once, when the
+            call has ended, with those of the whole batch; it normalises by microbatch all the same.
         timeout: Seconds to wait for another process to build its part of the pipeline.
         heartbeat_timeout: Seconds without a sign of life after which a process counts as dead. One
             that is alive and slow is waited for.
         observer: Called with an ``ActionDone`` after each action, in the thread of its rank.
+        group: The processes that hold the pipeline, where they are not all of the job: what
+            ``torch.distributed.new_group`` returns. Ranks are then those in the group.
     """
 
     def __init__(
@@ -139,9 +144,11 @@ class Pipeline:
         transport: str | ThreadTransport | None = None,
         keep_outputs: bool = False,
         share_outputs: bool = True,
+        deferred_batch_norm: bool = False,
         timeout: float = 1800.0,
         heartbeat_timeout: float = 30.0,
         observer: Observer | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         adopted, contradictions = adopt(plan, schedule, num_microbatches, recompute)
         plan, schedule, num_microbatches, recompute = adopted
@@ -164,9 +171,11 @@ class Pipeline:
             transport=transport,
             keep_outputs=keep_outputs,
             share_outputs=share_outputs,
+            deferred_batch_norm=deferred_batch_norm,
             timeout=timeout,
             heartbeat_timeout=heartbeat_timeout,
             observer=observer,
+            group=group,
         )
         example = Example(example_args, example_kwargs, balance, memory_limit, ranks)
         asked = {"split": repr(split), "balance": balance, "memory_limit": str(memory_limit)}
@@ -273,6 +282,7 @@ class Pipeline:
             ties=ties,
             streams=assembly.streams(sources, self._stages, settings),
             recordings=assembly.recordings(cut.staged, self._stages, parts, ties),
+            defers_statistics=settings.deferred_batch_norm,
         )
 
     @property
@@ -301,9 +311,10 @@ class Pipeline:
         and no gradient is touched.
 
         Args:
-            args: The arguments of the model. Every rank gets the same batch; a rank that holds
-                neither the first nor the last stage may be given None.
-            target: What ``loss_fn`` compares the output with.
+            args: The arguments of the model. A rank that is given nothing, ``step()``, receives
+                what it needs from the rank of stage 0. Ranks that are given data get the same.
+            target: What ``loss_fn`` compares the output with, on the rank of the last stage or on
+                any other. Which ranks are given what is settled in the first call of each kind.
             kwargs: The keyword arguments of the model.
         """
         trains = self.training and torch.is_grad_enabled()

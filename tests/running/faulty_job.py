@@ -65,6 +65,8 @@ def main() -> None:
         raise Boom("the cause")
     width = 5 if IS_VICTIM and HOW == "code" else 4
     layers = [*(Layer() for _ in range(SIZE)), nn.Linear(4, width), nn.Linear(width, 4)]
+    if HOW == "seed":
+        layers[-1] = nn.Sequential(layers[-1], nn.Dropout())  # with which seeds must agree
     split = [1] * (SIZE - 1) + [3]
     if IS_VICTIM and HOW == "plan":
         split = [2, *split[1:-1], 2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import repeat
@@ -25,7 +26,8 @@ Story = Callable[[int, Endpoint], Any]
 @contextmanager
 def members(monkeypatch: pytest.MonkeyPatch, num_ranks: int = 2) -> Iterator[list[Member]]:
     """Return the members of a job, joined and in their first call."""
-    monkeypatch.setattr(job, "_numbers", repeat(1))  # all ranks build their first pipeline
+    # All ranks build their first pipeline.
+    monkeypatch.setattr(job, "_numbers", defaultdict(lambda: repeat(1)))
     monkeypatch.setattr(leaving, "remember", lambda member: None)  # hooks are for whole processes
     store = HashStore()
 

@@ -24,7 +24,7 @@ def agree(joined: list[Member], transport: str | None) -> list[ProcessTransport]
     """Let two ranks choose what carries their packets, as they do when they build a pipeline."""
 
     def act(rank: int) -> ProcessTransport:
-        return Builders(joined[rank]).agree({}, transport=transport, placement=(0, 1))
+        return Builders(joined[rank]).agree({}, draws=False, transport=transport, placement=(0, 1))
 
     return together(2, act)
 
@@ -57,7 +57,10 @@ def test_memory_for_sending_outputs_is_there_before_the_first_step(
     memory = Memory(monkeypatch)
     with members(monkeypatch, 3) as joined:
         carriers = together(
-            3, lambda r: Builders(joined[r]).agree({}, transport=None, placement=(0, 1, 2))
+            3,
+            lambda r: Builders(joined[r]).agree(
+                {}, draws=False, transport=None, placement=(0, 1, 2)
+            ),
         )
         assert len(memory.made) == 2 + 2 + 1  # there, back, and from the last to the first
         for carrier in carriers:

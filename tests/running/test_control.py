@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import stageline
-from stageline.running.control.agreement import DIGESTS, LEAVES, PURPOSE, ROWS, SEED
+from stageline.running.control.agreement import DIGESTS, DRAWS, HELD, LEAVES, PURPOSE, ROWS, SEED
 from stageline.running.control.failures import Failure
 from stageline.running.control.hub import Hub, Tell
 from stageline.running.control.messages import Message
@@ -161,7 +161,7 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
         "same calls in the same order and mode",
     ),
     "seed": (
-        {SEED: 7},
+        {SEED: 7, DRAWS: True},
         "rank 1 has another seed than rank 0: torch.manual_seed was called with 7 on rank 1 and "
         "with None on rank 0 (None: not at all). Call it with the same number on every rank",
     ),
@@ -176,6 +176,26 @@ def test_two_ranks_that_differ_are_named_with_both_values(what: str, order: tupl
     for rank in order:
         room.begin(rank, facts if rank == 1 else {})
     assert room.same_failure_everywhere() == sentence
+
+
+def test_ranks_hear_what_each_was_given_once_all_have_said_it() -> None:
+    room = Room(3)
+    held = {rank: {"arguments": ["args[0]"] if rank else [], "target": False} for rank in room.told}
+    for rank in room.told:
+        assert room.told[0] == []
+        room.begin(rank, {HELD: held[rank]})
+    told = {"kind": "held", "epoch": 0, "held": {str(rank): held[rank] for rank in held}}
+    assert [room.told[rank] for rank in room.told] == [[told]] * 3
+
+
+def test_a_rank_that_does_not_say_what_it_was_given_lets_no_other_wait() -> None:
+    room = Room(2)
+    room.begin(0, {HELD: {"arguments": [], "target": False}})
+    room.begin(1)
+    assert room.same_failure_everywhere() == (
+        "rank 1 has made such a call before, rank 0 has not: every rank must make the same calls "
+        "in the same order"
+    )
 
 
 def test_ranks_that_built_different_pipelines_are_asked_for_the_details() -> None:

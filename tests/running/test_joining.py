@@ -8,6 +8,7 @@ import socket
 import struct
 import tempfile
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import repeat
@@ -83,7 +84,8 @@ class Party:
 
 @pytest.fixture
 def party(monkeypatch: pytest.MonkeyPatch) -> Iterator[Party]:
-    monkeypatch.setattr(job, "_numbers", repeat(1))  # all ranks build their first pipeline
+    # All ranks build their first pipeline.
+    monkeypatch.setattr(job, "_numbers", defaultdict(lambda: repeat(1)))
     monkeypatch.setattr(leaving, "remember", lambda member: None)  # hooks are for whole processes
     party = Party()
     yield party

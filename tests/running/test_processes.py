@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import stageline as sl
 from stageline.running.control import Member
 from stageline.testing import RankPool
+from tests.running.shipping_cases import trained
 
 pytestmark = pytest.mark.processes
 
@@ -189,6 +190,13 @@ def test_middle_ranks_learn_the_number_of_microbatches(rows: int, four_ranks: Ra
     """With 2 rows there are 2 microbatches instead of 6; a rank without a batch must know."""
     losses = four_ranks.run(_middle_rank_without_batch, rows)
     assert len(set(losses)) == 1
+
+
+@pytest.mark.parametrize("where", ["first", "middle"])
+def test_ranks_in_the_middle_are_given_nothing_or_the_target(
+    where: str, four_ranks: RankPool
+) -> None:
+    assert four_ranks.run(trained, where, {}) == [[]] * 4
 
 
 def _outputs(rank: int, share: bool) -> Any:

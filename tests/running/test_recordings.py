@@ -150,12 +150,12 @@ def test_microbatches_follow_what_they_would_alone(
     case, batch = CASES[name], CASES[name].batch()
     staged = case.staged()
     asked = count_asked(staged, monkeypatch)
-    found = Recordings(staged, is_first=True).choose(batch, builds_graph=True)
+    found = Recordings(staged).choose(batch, builds_graph=True)
     assert [chosen.variant for chosen in found] == chosen_alone(case.staged(), batch)
     assert len({chosen.variant for chosen in found}) == case.num_variants
     assert len(asked) == case.num_asked
     assert_own_leaves(found, batch)
-    again = Recordings(staged, is_first=False).choose(batch, builds_graph=True)
+    again = Recordings(staged).choose(batch, builds_graph=True)
     assert [chosen.variant for chosen in again] == [chosen.variant for chosen in found]
     assert len(asked) == 2 * case.num_asked
     assert_own_leaves(again, batch)
@@ -174,7 +174,7 @@ def test_what_is_recorded_for_one_is_asked_by_the_next(monkeypatch: pytest.Monke
     case = CASES["the mode"]
     staged, batch = case.staged(), case.batch()
     asked = count_asked(staged, monkeypatch)
-    recordings = Recordings(staged, is_first=True)
+    recordings = Recordings(staged)
     recordings.train(False)
     (name,) = {chosen.variant for chosen in recordings.choose(batch, builds_graph=True)}
     assert name != staged.variants[0].name
@@ -191,7 +191,7 @@ def test_a_recording_that_fails_by_a_value_makes_all_ask(monkeypatch: pytest.Mon
 
     case = Case(forward, (MIXED, 1), 4, 2)
     staged, batch = case.staged(), Case(forward, (MIXED, 3), 4).batch()
-    recordings = Recordings(staged, is_first=True)
+    recordings = Recordings(staged)
     recordings.choose(batch, builds_graph=True)  # records what is missing
     asked = count_asked(staged, monkeypatch)
     (name,) = {chosen.variant for chosen in recordings.choose(batch, builds_graph=True)}
@@ -218,7 +218,7 @@ def test_what_asks_for_a_gradient_is_recorded_so(
     case = Case(scaled(lambda x: x.requires_grad), (x,), 1)
     staged, batch = case.staged(), case.batch()
     without = staged.variants[0].name
-    recordings = Recordings(staged, is_first=True)
+    recordings = Recordings(staged)
     recordings.choose(batch, builds_graph=wants)  # records what is missing
     asked = count_asked(staged, monkeypatch)
     found = recordings.choose(batch, builds_graph=wants)
@@ -233,21 +233,43 @@ def test_one_tensor_given_twice_is_no_two_tensors() -> None:
     whole = sl.replicate(PLUS)
     case = Case(scaled(lambda x, y, z: y is z), (PLUS, whole, whole), 1)
     staged = case.staged()
-    recordings = Recordings(staged, is_first=True)
+    recordings = Recordings(staged)
     (one,) = {chosen.variant for chosen in recordings.choose(case.batch(), builds_graph=True)}
     other = Case(case.code, (PLUS, whole, sl.replicate(PLUS.clone())), 1)
     (two,) = {chosen.variant for chosen in recordings.choose(other.batch(), builds_graph=True)}
     assert one != two
 
 
-def test_a_rank_without_the_arguments_follows_the_stage_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    whole = CASES["a number"].staged()
-    staged = whole.holding({1: whole.held[1]})
-    asked = count_asked(staged, monkeypatch)
-    recordings = Recordings(staged, is_first=False)
-    nothing = Microbatches((), {}, None, num_microbatches=4, rows=8)
-    found = recordings.choose(nothing, builds_graph=True)
-    assert found == [Chosen(None, [])] * 4
-    assert asked == []
+def test_what_another_rank_has_recorded_is_recorded_from_its_arguments() -> None:
+    """Two copies of a model, as two processes have them; the second is given no batch."""
+    case = CASES["a value"]
+    mine, theirs = Recordings(case.staged()), Recordings(case.staged())
+    batch = case.batch()
+    chosen = mine.choose(batch, builds_graph=True)
+    names = [each.variant for each in chosen]
+    assert mine.added == [2]
+    with pytest.raises(sl.PeerError, match="the model does something else on this rank"):
+        theirs.check(names)
+    for index in mine.added:
+        theirs.record(*batch.inputs(index), [], builds_graph=True)
+    theirs.check(names)
+    assert mine.choose(batch, builds_graph=True) == chosen
+    assert mine.added == []
+
+
+def test_recordings_of_a_call_that_failed_are_forgotten() -> None:
+    case = CASES["a value"]
+    staged = case.staged()
+    recordings, batch = Recordings(staged), case.batch()
+    first, second = dict.fromkeys(
+        each.variant for each in recordings.choose(batch, builds_graph=True)
+    )
+    recordings.forget()
+    recordings.check([first])
+    with pytest.raises(sl.PeerError):
+        recordings.check([second])
+    again = recordings.choose(batch, builds_graph=True)
+    assert {each.variant for each in again} == {first, second}
+    recordings.keep()
+    recordings.forget()
+    recordings.check([first, second])

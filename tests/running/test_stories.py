@@ -307,6 +307,8 @@ def _different_pipelines(rank: int, what: str) -> str:
             model[1] = nn.Tanh()
         elif what == "seed":
             torch.manual_seed(1)
+    if what == "seed":
+        model[1] = nn.Dropout()
     with pytest.raises(sl.PeerError) as caught:
         sl.Pipeline(model, loss_fn=F.mse_loss, timeout=20, **settings)
     torch.manual_seed(0)

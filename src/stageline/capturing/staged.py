@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -156,6 +156,7 @@ class VariantStage(Parts):
         self.num_stages = num_stages
         self._first: str | None = None
         self.numbers: dict[int, int] = {}
+        self.num_changes = 0  # of its recordings, for those who look at all of them
         wirings: dict[str, Wiring] = {}
         # Behind a function: whoever walks the objects of a stage need not walk its graphs.
         self._wirings: Callable[[], dict[str, Wiring]] = lambda: wirings
@@ -169,6 +170,12 @@ class VariantStage(Parts):
         is_plain = self._first == variant.name
         is_last = self.index == self.num_stages - 1
         self._wirings()[variant.name] = Wiring(variant, self.index, module, is_plain, is_last)
+        self.num_changes += 1
+
+    def remove(self, variant: Variant) -> None:
+        """Forget a recording; never the first one."""
+        del self._wirings()[variant.name]
+        self.num_changes += 1
 
     def _number(self, recording: Recording, code: StageCode) -> None:
         """Take in what random streams call the modules of some code, which may be copies."""
@@ -177,10 +184,6 @@ class VariantStage(Parts):
             if isinstance(given, nn.Module):
                 made = self.get_submodule(name)
                 self.numbers.update(numbers_of_copy(recording.names.numbers, given, made))
-
-    @property
-    def num_variants(self) -> int:
-        return len(self._wirings())
 
     @property
     def draws(self) -> bool:
@@ -196,12 +199,6 @@ class VariantStage(Parts):
     def takes_inputs(self) -> bool:
         """Whether some recording of this stage uses arguments of the model."""
         return self.index == 0 or any(w.code.inputs for w in self._wirings().values())
-
-    def inputs(self) -> list[tuple[int, str]]:
-        """Return places and names of the arguments that this stage uses, as recorded first."""
-        assert self._first is not None
-        wiring = self._wirings()[self._first]
-        return list(zip(wiring.code.inputs, wiring.input_names, strict=True))
 
     def train(self, mode: bool = True) -> VariantStage:
         super().train(mode)
@@ -251,8 +248,9 @@ class VariantStage(Parts):
         wiring = self._wirings().get(variant)
         if wiring is None:
             raise CaptureError(
-                f"stage {self.index} was sent values of a recording that it does not have: this "
-                "rank was not given the batch, so it could not record it; pass it on every rank"
+                f"stage {self.index} was sent values of a recording that it does not have: the "
+                "rank before recorded the model in another state; set modes, and what the model's "
+                "code decides by, to the same on every rank"
             )
         track = here.track
         if track is not None and track.base is not None:
@@ -334,6 +332,10 @@ class StagedModel:
         self.variants[0].check_model()
         self._current = [variant for variant in self.variants if variant.is_current()]
 
+    def holds_now(self, variants: Iterable[str]) -> bool:
+        """Whether all these recordings were made, and still hold."""
+        return {variant.name for variant in self._current}.issuperset(variants)
+
     def watch_again(self) -> None:
         """Take the model as it is now: its tensors have been made real, or moved."""
         for variant in self.variants:
@@ -354,6 +356,14 @@ class StagedModel:
         self._add(fresh)
         self._current.append(fresh)
         return fresh.name
+
+    def forget(self, variants: Sequence[Variant]) -> None:
+        """Drop recordings that were made last."""
+        for variant in variants:
+            for stage in self.held.values():
+                stage.remove(variant)
+            self.variants.remove(variant)
+        self._current = [variant for variant in self._current if variant in self.variants]
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run all stages one after the other: what the plain model gives."""

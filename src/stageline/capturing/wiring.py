@@ -34,8 +34,6 @@ class Wiring:
         before = variant.codes[index - 1].carries if index else ()
         places = {node: index for index, node in enumerate(before)}
         inputs = {node: index for index, node in variant.recording.inputs.items()}
-        names = variant.recording.input_names
-        self.input_names = [names[i] for i in self.code.inputs]
         # Of stage 0 the arguments are what others get from the stage before.
         self._uses = [
             (True, places[value]) if value in places else (False, inputs[value])

@@ -162,7 +162,7 @@ class Bench:
         args, kwargs = _batch(self._graph.example, rows * SLOTS)
         (target,), _ = _batch(self._target, rows * SLOTS)
         batch = Microbatches(args, kwargs, target, num_microbatches=SLOTS)
-        chosen = Recordings(self._staged, is_first=True).choose(batch, builds_graph=True)
+        chosen = Recordings(self._staged).choose(batch, builds_graph=True)
         programs = {
             index: self._program(index, copy.deepcopy(stage), len(self._staged.held))
             for index, stage in self._staged.held.items()

@@ -16,7 +16,7 @@ from stageline.capturing.streams.tracking import numbers_of_copy
 from stageline.errors import ConfigError
 from stageline.partitioning import Plan, StagePlan
 from stageline.partitioning.recorded import CutModel
-from stageline.partitioning.sharing import Shared
+from stageline.partitioning.sharing import Shared, normalises_batches
 from stageline.partitioning.sources import StageSource
 from stageline.running.allocator import keep_freed_memory
 from stageline.running.building import Builders
@@ -184,7 +184,7 @@ def recordings(
         # What is recorded later must use this rank's copies of tied parameters too.
         stage.original.adapt = partial(ties.localise, parts.placement[stage.index])
         stages[stage.index] = stage.original
-    return Recordings(staged.holding(stages), is_first=0 in stages)
+    return Recordings(staged.holding(stages))
 
 
 def _refuse_shared_generator(staged: StagedModel, parts: Parts) -> None:
@@ -211,9 +211,13 @@ def describe(cut: CutModel, held: HeldStages, parts: Parts) -> Plan:
         if source.module is not None:
             count = sum(parameter.numel() for parameter in source.module.parameters())
         device = str(parts.devices[rank])
-        here = StagePlan(index, rank, device, source.calls, modules.get(index), count)
+        module = modules.get(index)
+        has_batch_norm = source.module is not None and normalises_batches(source.module)
+        here = StagePlan(
+            index, rank, device, source.calls, module, count, has_batch_norm=has_batch_norm
+        )
         if known:
-            here = replace(known[index], rank=rank, device=device, module=modules.get(index))
+            here = replace(known[index], rank=rank, device=device, module=module)
         stages.append(here)
     ties = () if cut.plan is None else cut.plan.ties
     return Plan(tuple(stages), ties=ties)
@@ -254,6 +258,13 @@ def streams(sources: Sequence[StageSource], held: HeldStages, settings: Settings
         or any(_may_ever_draw(source.module) for source in sources)
     )
     return Streams(stages, settings.loss_fn, may_draw=may_draw)
+
+
+def _may_draw_as_built(sources: Sequence[StageSource], settings: Settings) -> bool:
+    """Whether something that is known here may draw, as it stands now."""
+    modules = [source.module for source in sources if source.module is not None]
+    streams = (StageStreams.of(module, module, {}, None) for module in modules)
+    return function_may_draw(settings.loss_fn) or any(s.candidates().may_draw() for s in streams)
 
 
 def _may_ever_draw(module: nn.Module | None) -> bool:
@@ -298,6 +309,7 @@ def facts(
         "the settings": {
             "keep_outputs": settings.keep_outputs,
             "share_outputs": settings.share_outputs,
+            "deferred_batch_norm": settings.deferred_batch_norm,
             "batch_dims": str(settings.batch_dims),
             "loss_reduction": str(settings.loss_reduction)
             if isinstance(settings.loss_reduction, str)
@@ -352,6 +364,7 @@ def runner_for(
     wanted = settings.transport if isinstance(settings.transport, str) else None
     carrier = builders.agree(
         facts(sources, shared, settings, parts),
+        draws=_may_draw_as_built(sources, settings),
         transport=wanted if on_cpu else "process-group",
         placement=parts.placement,
     )

@@ -20,7 +20,7 @@ from stageline.capturing.graph import Cuttable
 from stageline.errors import ConfigError
 from stageline.partitioning.splits import Cuts
 from stageline.running.control import Failure, Member, leaving
-from stageline.running.control.agreement import DIGESTS, SEED, Facts, digest
+from stageline.running.control.agreement import DIGESTS, DRAWS, SEED, Facts, digest
 from stageline.running.signature import told_seed
 from stageline.running.transports.base import Aborted, ProcessTransport
 from stageline.running.transports.process_group import ProcessGroupTransport
@@ -87,12 +87,18 @@ class Builders:
             self.member.post("cuts", cuts)
 
     def agree(
-        self, facts: Mapping[str, Facts], *, transport: str | None, placement: Sequence[int]
+        self,
+        facts: Mapping[str, Facts],
+        *,
+        draws: bool,
+        transport: str | None,
+        placement: Sequence[int],
     ) -> ProcessTransport:
         """Compare with the other ranks what was built, and choose what carries packets.
 
         Args:
             facts: All that ranks must agree on, by what it stands for.
+            draws: Whether something that is known here may draw.
             transport: The name of the transport that the user wants; None for the best.
             placement: The rank of each stage.
         """
@@ -103,7 +109,7 @@ class Builders:
         facts = {"the arguments": self._asked, **facts}
         member.details = facts
         digests = {what: digest(fact) for what, fact in facts.items()}
-        member.begin({SEED: told_seed(), DIGESTS: digests})
+        member.begin({SEED: told_seed(), DRAWS: draws, DIGESTS: digests})
         if not self._may_share(transport):
             self._finish("")
             return self._process_group()

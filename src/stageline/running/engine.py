@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from stageline.errors import BatchError, PipeError, ScheduleError
+from stageline.running.batch_norm import deferred
 from stageline.running.boundary import Packet
 from stageline.running.caller import CallerState
 from stageline.running.control.agreement import ROWS, Facts
@@ -23,17 +24,19 @@ from stageline.running.foreign import ForeignParameters
 from stageline.running.forward_modes import ForwardModes
 from stageline.running.loss import LossRule
 from stageline.running.merging import MergeOutputs
-from stageline.running.microbatches import BatchDims, Microbatches, MicrobatchSizes, Replicated
+from stageline.running.microbatches import BatchDims, Microbatches, MicrobatchSizes
+from stageline.running.processes import ProcessRunner
 from stageline.running.program import StageProgram
 from stageline.running.recordings import Chosen, Recordings
-from stageline.running.result import StepResult
+from stageline.running.result import LossValues, StepResult
 from stageline.running.runner import Runner
+from stageline.running.shipping import Given, Shipping, has_data
 from stageline.running.signature import facts_of
 from stageline.running.streams.calls import CallStreams, Streams, generator_untouched
 from stageline.running.ties import Ties
 from stageline.running.timetable import Purpose, Timetable, halves
 from stageline.running.undoing import Undo
-from stageline.torch_private import run_backward, tree_flatten
+from stageline.torch_private import run_backward
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Engine:
         foreign: Which stages each parameter of the model belongs to.
         ties: What stages share.
         streams: Where random numbers come from.
+        defers_statistics: Whether BatchNorms count the whole batch once, when a call has ended.
     """
 
     programs: Mapping[int, StageProgram]
@@ -70,6 +74,7 @@ class Engine:
     ties: Ties
     streams: Streams
     recordings: Recordings | None = None
+    defers_statistics: bool = False
     _busy: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -79,6 +84,13 @@ class Engine:
     @property
     def _last_rank(self) -> int:
         return self._placement[-1]
+
+    @cached_property
+    def _shipping(self) -> Shipping | None:
+        """What brings data to ranks that lack it; None if all ranks live in this process."""
+        if not isinstance(self.runner, ProcessRunner):
+            return None
+        return Shipping(self.runner, self._placement, self.recordings, self.loss_rule)
 
     def step(
         self,
@@ -100,7 +112,7 @@ class Engine:
             batch = self._cut(args, kwargs, target, purpose)
             self.ties.refresh()
             states = self._states(batch, purpose, self.loss_rule)
-            with self.undo.on_failure(purpose):
+            with self.undo.on_failure(purpose), self._statistics(states):
                 self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
                 last = states.get(self._last_rank)
                 outputs = self._outputs(last, batch) if self.keeps_outputs else None
@@ -120,9 +132,10 @@ class Engine:
             batch = self._cut(args, kwargs, None, purpose)
             self.ties.refresh()
             states = self._states(batch, purpose, None)
-            self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
-            outputs = self._outputs(states.get(self._last_rank), batch)
-            self.runner.finish()
+            with self._statistics(states):
+                self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
+                outputs = self._outputs(states.get(self._last_rank), batch)
+                self.runner.finish()
             return None if outputs is None else outputs()
 
     def differentiate(
@@ -139,7 +152,8 @@ class Engine:
             self.ties.refresh()
             states = self._states(batch, purpose, None)
             rows = [halves(row) for row in self.timetable.rows(batch.count, purpose)]
-            self._run([forward for forward, _ in rows], states, observer, purpose)
+            with self._statistics(states):
+                self._run([forward for forward, _ in rows], states, observer, purpose)
             outputs = states[self._last_rank].outputs
             packets = [outputs.pop(index) for index in range(batch.count)]
         backwards = [later for _, later in rows]
@@ -191,7 +205,8 @@ class Engine:
         caller: CallerState | None = None,
     ) -> None:
         """Run rows, and give tied parameters their gradients."""
-        streams = next(iter(states.values())).streams  # of the call: all ranks have the same
+        of_call = next(iter(states.values()))  # all ranks have the same streams and statistics
+        streams = of_call.streams
         with ExitStack() as stack:
             if purpose.builds_graph and self.ties.has_parameters:
                 stack.enter_context(self.ties.summed(self.runner))
@@ -204,7 +219,15 @@ class Engine:
             last = states.get(self._last_rank)
             if last is not None and last.loss_rule is not None:
                 # Now, while earlier ranks still run: in a moment all may wait for this one.
-                self.runner.note_loss(last.losses.total())
+                losses = last.losses
+                self.runner.note_loss(LossValues(losses.total(), losses.each()))
+            if of_call.statistics is not None:
+                of_call.statistics.combine()
+
+    def _statistics(self, states: Mapping[int, StepState]) -> AbstractContextManager[None]:
+        """Let running statistics change when the call has ended, if the user asked for it."""
+        programs = self.programs.values()
+        return deferred(programs, states.values(), is_wanted=self.defers_statistics)
 
     def _cut(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, purpose: Purpose
@@ -212,14 +235,20 @@ class Engine:
         """Cut the batch into microbatches, as many as all ranks agree on."""
         count = self.timetable.schedule.num_microbatches
         cut: list[Microbatches] = []
+        shipping = self._shipping
+        given = Given(has_data(*args, kwargs), target is not None)
 
         def told(batch: Microbatches | None) -> Facts:
+            if shipping is None:
+                return {ROWS: None if batch is None else batch.rows}
             step = self.streams.completed[purpose.name]
-            return facts_of(batch, call=self.runner.calls, step=step)
+            draws = self.streams.draws_now()
+            facts = facts_of(batch, call=self.runner.calls, step=step, draws=draws)
+            return {**facts, **shipping.look(purpose, given, batch)}
 
         def look() -> Facts:
             self._check_arguments(args, kwargs, target, purpose)
-            if not self._is_first and not _has_data(*args, kwargs, target):
+            if not self._is_first and not has_data(*args, kwargs, target):
                 return told(None)
             batch = Microbatches(
                 args,
@@ -232,9 +261,11 @@ class Engine:
             if purpose is Purpose.TRAIN:
                 _refuse_history(batch)
             cut.append(batch)
-            return told(batch) if self.runner.compares else {ROWS: batch.rows}
+            return told(batch)
 
         rows = self.runner.begin(purpose, look)
+        if shipping is not None:
+            shipping.settle(purpose, given)
         if cut:
             has_loss = purpose in (Purpose.TRAIN, Purpose.EVALUATE)
             takes_inputs = self.recordings is not None and self.recordings.takes_inputs
@@ -243,7 +274,7 @@ class Engine:
                 targets=has_loss and self._last_rank in self.runner.ranks,
             )
             return cut[0]
-        return Microbatches((), {}, None, num_microbatches=count, rows=rows, sizes=self.sizes)
+        return Microbatches((), {}, target, num_microbatches=count, rows=rows, sizes=self.sizes)
 
     @property
     def _is_first(self) -> bool:
@@ -252,7 +283,7 @@ class Engine:
     def _check_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, purpose: Purpose
     ) -> None:
-        if self._is_first and not _has_data(*args, kwargs):
+        if self._is_first and not has_data(*args, kwargs):
             raise BatchError(
                 f"rank {self._placement[0]} holds stage 0 and needs the model's arguments, but "
                 "none of them is a tensor: pass the batch, step(x, target=y)"
@@ -265,7 +296,7 @@ class Engine:
                     "a target was given, but this pipeline has no loss_fn to use it: pass "
                     "loss_fn=..., or give the labels to the model that computes its own loss"
                 )
-        elif target is None and self._last_rank in self.runner.ranks:
+        elif target is None and self._shipping is None:
             raise BatchError(
                 f"rank {self._last_rank} holds the last stage and needs a target for loss_fn: "
                 "step(x, target=y)"
@@ -274,10 +305,16 @@ class Engine:
     def _states(
         self, batch: Microbatches, purpose: Purpose, loss_rule: LossRule | None
     ) -> dict[int, StepState]:
-        streams = self._streams(purpose)
         chosen: Sequence[Chosen] = ()
-        if self.recordings is not None:
+        if self._shipping is not None:
+            chosen = self._shipping.chosen(batch, purpose)
+            batch = self._shipping.with_target(batch, purpose)
+        elif self.recordings is not None:
             chosen = self.recordings.choose(batch, builds_graph=purpose.builds_graph)
+        # Only now: what was recorded for this call may draw, and so may the loss.
+        streams = self._streams(purpose)
+        if streams is not None:
+            self.runner.note_draws()
         return {
             rank: StepState(
                 self.programs,
@@ -329,6 +366,11 @@ class Engine:
         finally:
             if is_over and counted is not None:
                 self.streams.completed[counted.name] += 1
+            if self._shipping is not None:
+                if is_over:
+                    self._shipping.keep()
+                else:
+                    self._shipping.forget()
             _running.reset(token)
             self._busy.release()
 
@@ -388,16 +430,6 @@ _running: ContextVar[tuple[Engine, ...]] = ContextVar("_running", default=())
 
 def _drawn_seed() -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-
-
-_DATA = (Tensor, Replicated, np.ndarray)
-
-
-def _has_data(*values: Any) -> bool:
-    """Whether there is a tensor in some arguments; one of them is one, mostly."""
-    if any(isinstance(value, _DATA) for value in values):
-        return True
-    return any(isinstance(leaf, _DATA) for leaf in tree_flatten(values)[0])
 
 
 def _accumulate(first: StepState) -> None:

@@ -92,6 +92,7 @@ class Microbatches:
         self._starts = [0, *accumulate(self.sizes)]
         self._sliced_inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._sliced_targets: list[Any] = []
+        self.weights: Sequence[float] | None = None  # where another rank has weighed the losses
 
     @property
     def _trees(self) -> tuple[_Sliceable, _Sliceable, _Sliceable]:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from stageline.capturing.inputs import Arguments
-from stageline.capturing.staged import StagedModel, VariantStage
-from stageline.errors import BatchError
+from stageline.capturing.staged import StagedModel
+from stageline.errors import PeerError
 from stageline.running.microbatches import Microbatches
 from stageline.torch_private import tree_flatten
 
@@ -23,11 +23,11 @@ class Chosen(NamedTuple):
     """What one microbatch follows.
 
     Attributes:
-        variant: The name of the recording; None where only the stage before knows it.
-        leaves: The arguments of the model, flat.
+        variant: The name of the recording.
+        leaves: The arguments of the model, flat; None where this rank needs none.
     """
 
-    variant: str | None
+    variant: str
     leaves: list[Any]
 
 
@@ -36,12 +36,15 @@ class Recordings:
 
     Args:
         staged: The recorded model.
-        is_first: Whether stage 0 lives here; it says which recording a microbatch follows.
+
+    Attributes:
+        added: The microbatches of the latest call for which a recording was made.
     """
 
-    def __init__(self, staged: StagedModel, *, is_first: bool) -> None:
+    def __init__(self, staged: StagedModel) -> None:
         self._staged = staged
-        self._is_first = is_first
+        self._kept = len(staged.variants)
+        self.added: list[int] = []
 
     @property
     def takes_inputs(self) -> bool:
@@ -64,6 +67,7 @@ class Recordings:
         what is in the tensors.
         """
         self._staged.look_at_model()
+        self.added = []
         flags = batch.inputs_with_gradient if builds_graph else []
         # As it will run: a model may decide by whether gradients are asked for.
         if torch.is_grad_enabled() is builds_graph:
@@ -73,13 +77,16 @@ class Recordings:
 
     def _choose(self, batch: Microbatches, flags: Sequence[bool]) -> list[Chosen]:
         found: list[Chosen] = []
-        variant, decided = None, 0  # what microbatches of a size follow that is decided
+        variant, decided = "", 0  # what microbatches of a size follow that is decided
         for index, size in enumerate(batch.sizes):
             args, kwargs = batch.inputs(index)
             if size == decided:
                 found.append(Chosen(variant, [*args, *kwargs.values()]))
                 continue
+            count = len(self._staged.variants)
             chosen, goes_by_looks = self._chosen(args, kwargs, flags)
+            if len(self._staged.variants) > count:
+                self.added.append(index)
             variant = chosen.variant
             decided = size if goes_by_looks and batch.inputs_look_alike else 0
             found.append(chosen)
@@ -91,9 +98,6 @@ class Recordings:
         """Return what a microbatch follows, and whether all do that look like it."""
         # Flags are those of the leaves as torch alone sees them.
         given = Arguments(*tree_flatten((args, kwargs))) if flags else Arguments.of(args, kwargs)
-        if not self._is_first and not self._is_whole(given.leaves):
-            self._check(given.leaves)
-            return Chosen(None, given.leaves), True
         asked = given
         if flags:
             wanting = [
@@ -104,21 +108,48 @@ class Recordings:
         variant, goes_by_looks = self._staged.choice(asked)
         return Chosen(variant, given.leaves), goes_by_looks
 
-    def _is_whole(self, leaves: list[Any]) -> bool:
-        """Whether a rank was given all that the model was recorded with."""
-        first = self._staged.variants[0].recording
-        return all(place < len(leaves) and leaves[place] is not None for place in first.inputs)
+    def record(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        flags: Sequence[bool],
+        *,
+        builds_graph: bool,
+    ) -> None:
+        """Record what another rank has recorded for these arguments of a microbatch."""
+        self._staged.look_at_model()
+        with torch.set_grad_enabled(builds_graph):
+            self._chosen(args, kwargs, flags)
 
-    def _check(self, leaves: list[Any]) -> None:
-        """Raise if a stage here uses an argument that this rank was not given."""
-        for index, stage in self._staged.held.items():
-            missing = _missing(stage, leaves)
-            if missing:
-                raise BatchError(
-                    f"stage {index} uses the model's arguments {', '.join(missing)}, but this rank "
-                    "was not given them: pass the whole batch on every rank"
-                )
+    def check(self, variants: Iterable[str]) -> None:
+        """Raise unless recordings that another rank has chosen would do here too.
 
+        Raises:
+            PeerError: The model is in another state here.
+        """
+        self._staged.look_at_model()
+        if not self._staged.holds_now(variants):
+            raise PeerError(
+                "the model does something else on this rank than on the rank that was given the "
+                "batch: set train() or eval(), autocast, and what the model's code decides by, to "
+                "the same on every rank"
+            )
 
-def _missing(stage: VariantStage, leaves: list[Any]) -> list[str]:
-    return [name for place, name in stage.inputs() if place >= len(leaves) or leaves[place] is None]
+    def inputs(self, stages: Iterable[int], variants: Iterable[str]) -> dict[int, str]:
+        """Return places and names of the arguments that stages use in some recordings."""
+        wanted, stages = set(variants), list(stages)
+        return {
+            place: variant.recording.input_names[place]
+            for variant in self._staged.variants
+            if variant.name in wanted
+            for stage in stages
+            for place in variant.codes[stage].inputs
+        }
+
+    def keep(self) -> None:
+        """Keep what was recorded: every rank has it by now."""
+        self._kept = len(self._staged.variants)
+
+    def forget(self) -> None:
+        """Drop what was recorded in a call that has failed: other ranks may not have it."""
+        self._staged.forget(self._staged.variants[self._kept :])

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from stageline.errors import ScheduleError
 from stageline.planning.searching import find_schedule
@@ -55,15 +56,17 @@ class Settings:
     transport: str | ThreadTransport | None = None
     keep_outputs: bool = False
     share_outputs: bool = True
+    deferred_batch_norm: bool = False
     timeout: float = 1800.0
     heartbeat_timeout: float = 30.0
     observer: Observer | None = None
     unpack_tuples: bool = False
+    group: ProcessGroup | None = None
 
     def world(self) -> World | None:
         """Return the processes to run on; None if all ranks are threads of this one."""
         in_threads = self.transport == "memory" or isinstance(self.transport, ThreadTransport)
-        return None if in_threads else World.find()
+        return None if in_threads else World.find(self.group)
 
     def join(self, world: World | None) -> Member | None:
         """Meet the other processes of the job, if there are any."""
@@ -74,7 +77,12 @@ class Settings:
             for value, default in ((self.timeout, 1800.0), (self.heartbeat_timeout, 30.0))
         )
         return join(
-            world.store(wait), world.rank, world.size, timeout=wait, heartbeat_timeout=silence
+            world.store(wait),
+            world.rank,
+            world.size,
+            timeout=wait,
+            heartbeat_timeout=silence,
+            name=world.name,
         )
 
     def find_faults(self) -> list[str]:
@@ -113,6 +121,7 @@ class Settings:
             for name, value in (
                 ("keep_outputs", self.keep_outputs),
                 ("share_outputs", self.share_outputs),
+                ("deferred_batch_norm", self.deferred_batch_norm),
                 ("unpack_tuples", self.unpack_tuples),
                 ("original_errors", self.original_errors),
             )
@@ -144,13 +153,16 @@ class Settings:
         return faults
 
     def _transport_faults(self) -> list[str]:
+        is_in_threads = self.transport == "memory" or isinstance(self.transport, ThreadTransport)
+        if self.group is not None and is_in_threads:
+            return ["group: ranks are threads of this process with this transport: leave one out"]
         if self.transport is None or isinstance(self.transport, ThreadTransport):
             return []
         if not isinstance(self.transport, str):
             return [f"transport={self.transport!r}: wanted a name or a transport"]
         if self.transport not in TRANSPORTS:
             return [f"transport={self.transport!r}: choose one of {', '.join(TRANSPORTS)}"]
-        if self.transport != "memory" and World.find() is None:
+        if self.transport != "memory" and World.find(self.group) is None:
             return [
                 f"transport={self.transport!r}: this process is alone: start the script with "
                 "torchrun"
@@ -188,10 +200,7 @@ class Settings:
         given = self._given_schedule()
         if world is not None:
             if self.ranks not in (None, world.size):
-                return world.size, [
-                    f"ranks={self.ranks}, but torchrun started {world.size} processes: start as "
-                    "many processes as there are ranks, or leave ranks out"
-                ]
+                return world.size, [_ranks_fault(self.ranks, world)]
             wanted = world.size
         elif self.ranks is not None:
             wanted = self.ranks
@@ -306,6 +315,15 @@ class Settings:
                 f"devices: {len(self.devices)} devices for {num_ranks} ranks: give one each"
             ]
         return [torch.device(device) for device in self.devices], []
+
+
+def _ranks_fault(ranks: int | None, world: World) -> str:
+    if world.members:
+        return f"ranks={ranks}, but group has {world.size} processes: leave ranks out"
+    return (
+        f"ranks={ranks}, but torchrun started {world.size} processes: start as many processes as "
+        "there are ranks, leave ranks out, or name a part of them with group=..."
+    )
 
 
 def _device_fault(device: object, *, is_here: bool) -> str | None:

@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from stageline.running.control.agreement import CONTENTS, LEAVES, ROWS, SEED, STEP, Facts
+from stageline.running.control.agreement import CONTENTS, DRAWS, LEAVES, ROWS, SEED, STEP, Facts
 from stageline.running.microbatches import Microbatches
 
 _ALWAYS, _EVERY = 3, 50  # the first calls, then one in so many
@@ -24,9 +24,9 @@ _NUMPY = (torch.float32, torch.float64, torch.int64)
 _MADE_UP = 1 << 32
 
 
-def facts_of(batch: Microbatches | None, *, call: int, step: int) -> Facts:
+def facts_of(batch: Microbatches | None, *, call: int, step: int, draws: bool) -> Facts:
     """Return what the ranks must agree on; a rank without a batch knows only seed and step."""
-    facts: dict[str, Any] = {ROWS: None, SEED: told_seed(), STEP: step}
+    facts: dict[str, Any] = {ROWS: None, SEED: told_seed(), DRAWS: draws, STEP: step}
     if batch is None:
         return facts
     leaves = batch.named_leaves()
@@ -106,8 +106,8 @@ def _sample_in_place(tensor: Tensor) -> Any:
 
 
 def number_to_json(number: Tensor) -> str:
-    """Return a tensor of one element as JSON, to the last bit."""
-    plain = number.detach().cpu()
+    """Return a tensor of a few elements as JSON, to the last bit."""
+    plain = number.detach().cpu().contiguous()
     dtype = str(number.dtype).removeprefix("torch.")
     content = ctypes.string_at(plain.data_ptr(), plain.nbytes).hex()
     return json.dumps([dtype, list(number.shape), content])

@@ -1,4 +1,4 @@
-"""Is this process alone, or one of many that torchrun started?"""
+"""Is this process alone, or one of many: all that torchrun started, or a group of them?"""
 
 from __future__ import annotations
 
@@ -11,22 +11,34 @@ from secrets import token_hex
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from stageline.errors import PeerError
+from stageline.errors import ConfigError, PeerError
 from stageline.torch_private import PrefixStore, Store, default_store
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among the processes of the job."""
+    """This process's place among the processes of a pipeline.
+
+    Attributes:
+        rank: Its rank among them.
+        size: How many they are.
+        members: Their ranks in torch's world; empty if they are all of it.
+    """
 
     rank: int
     size: int
+    members: tuple[int, ...] = ()
 
     @classmethod
-    def find(cls) -> World | None:
-        """Return the world that torchrun or the script made; None for a process alone."""
+    def find(cls, group: dist.ProcessGroup | None = None) -> World | None:
+        """Return the world that torchrun or the script made, or a group of it.
+
+        None for a process alone.
+        """
         if not dist.is_available():
             return None
+        if group is not None:
+            return cls._of(group)
         if dist.is_initialized():
             world = cls(dist.get_rank(), dist.get_world_size())
         elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -34,6 +46,28 @@ class World:
         else:
             return None
         return world if world.size > 1 else None
+
+    @classmethod
+    def _of(cls, group: object) -> World | None:
+        if group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns outside of it
+            raise ConfigError("sl.Pipeline", [f"group: {_OUTSIDE}"])
+        if not isinstance(group, dist.ProcessGroup):
+            wanted = "wanted a torch.distributed.ProcessGroup, as new_group(...) returns it"
+            raise ConfigError("sl.Pipeline", [f"group={group!r}: {wanted}"])
+        try:
+            members = tuple(dist.get_process_group_ranks(group))
+            rank = dist.get_rank(group)
+        except (KeyError, RuntimeError, ValueError) as cause:
+            finding = "group: torch.distributed does not know it (any more): make a new one"
+            raise ConfigError("sl.Pipeline", [finding]) from cause
+        if rank < 0:
+            raise ConfigError("sl.Pipeline", [f"group: {_OUTSIDE}"])
+        return cls(rank, len(members), members) if len(members) > 1 else None
+
+    @property
+    def name(self) -> str:
+        """What the processes of a pipeline call themselves, alike on all of them."""
+        return "/".join(["stageline", *map(str, self.members)])
 
     def store(self, timeout: float) -> Store:
         """Return the store of the job: that of the script's own world, where it has made one.
@@ -67,7 +101,7 @@ class World:
             rank 1   here/1: "5be1"   ──▶  rank 0   answer/5be1: "c0de"     also to names of old
             rank 1   c0de/1           ──▶  rank 0   c0de/all                when all have come
         """
-        store = PrefixStore("stageline", store)
+        store = PrefixStore(self.name, store)
         if self.rank:
             name = token_hex(8)
             store.set(f"here/{self.rank}", name)
@@ -98,5 +132,6 @@ class World:
             time.sleep(_PAUSE if missing else 0)
 
 
+_OUTSIDE = "this process is not in it: call this only on its processes"
 _PAUSE = 0.005  # seconds between two looks for processes that have not come
 _stores: dict[World, Store] = {}  # kept for as long as this process lives: others use them

@@ -16,6 +16,9 @@ Facts = Mapping[str, Any]
 
 PURPOSE, ROWS, LEAVES, CONTENTS = "purpose", "rows", "leaves", "contents"
 SEED, STEP, DIGESTS = "seed", "step", "digests"
+DRAWS = "draws"  # whether something draws on a rank: only then must seeds agree
+HELD = "held"  # the data that a rank was given; it then waits for what the others were given
+WHOLE = "whole"  # whether a rank was given all arguments
 
 
 def digest(fact: Any) -> str:
@@ -24,7 +27,9 @@ def digest(fact: Any) -> str:
 
 
 def digest_of_call(facts: Facts) -> int:
-    """Return a number for the facts of a call; 0 if a rank knows only a part of them.
+    """Return a number for the facts of a call; 0 if only the hub can compare them.
+
+    What draws is another thing on each rank, and says nothing where seeds agree.
 
     Example:
         >>> digest_of_call({"rows": 8}) == digest_of_call({"rows": 8})
@@ -32,10 +37,10 @@ def digest_of_call(facts: Facts) -> int:
         >>> digest_of_call({"rows": None})
         0
     """
-    if facts.get(ROWS) is None:
+    if facts.get(ROWS) is None or HELD in facts:
         return 0
     # Facts are what JSON can say; repr() says the same of it in half the time.
-    told = repr(facts).encode()
+    told = repr({name: fact for name, fact in facts.items() if name != DRAWS}).encode()
     return int.from_bytes(blake2b(told, digest_size=8).digest(), "little") or 1
 
 
@@ -51,12 +56,9 @@ def disagreement(rank: int, mine: Facts, other: int, theirs: Facts) -> str | Non
             f"rank {rank} is at {mine[PURPOSE]}, rank {other} at {theirs[PURPOSE]}: every rank "
             "must make the same calls in the same order and mode"
         )
-    if mine.get(SEED) != theirs.get(SEED):
-        return (
-            f"rank {rank} has another seed than rank {other}: torch.manual_seed was called with "
-            f"{mine[SEED]} on rank {rank} and with {theirs[SEED]} on rank {other} (None: not at "
-            "all). Call it with the same number on every rank"
-        )
+    seeds = seeds_differ(rank, mine, other, theirs)
+    if seeds is not None:
+        return seeds
     if mine.get(STEP) != theirs.get(STEP):
         return (
             f"rank {rank} is at step {mine[STEP]}, rank {other} at step {theirs[STEP]}: set "
@@ -74,6 +76,39 @@ def disagreement(rank: int, mine: Facts, other: int, theirs: Facts) -> str | Non
                 f"rank {rank} was given another batch than rank {other}: {where}. Every rank must "
                 "call with the same batch: call torch.manual_seed before you make random batches, "
                 "and read data in the same order on every rank"
+            )
+    return _missing_arguments(rank, mine, other, theirs)
+
+
+def seeds_differ(rank: int, mine: Facts, other: int, theirs: Facts) -> str | None:
+    """Return the sentence for two seeds that differ; where nothing draws, they may.
+
+    Example:
+        >>> seeds_differ(1, {"seed": 7}, 0, {"seed": 8}) is None
+        True
+        >>> print(seeds_differ(1, {"seed": 7, "draws": True}, 0, {"seed": 8})[:40])
+        rank 1 has another seed than rank 0: tor
+    """
+    draws = mine.get(DRAWS) or theirs.get(DRAWS)
+    if not draws or mine.get(SEED) == theirs.get(SEED):
+        return None
+    return (
+        f"rank {rank} has another seed than rank {other}: torch.manual_seed was called with "
+        f"{mine.get(SEED)} on rank {rank} and with {theirs.get(SEED)} on rank {other} (None: not "
+        "at all). Call it with the same number on every rank"
+    )
+
+
+def _missing_arguments(rank: int, mine: Facts, other: int, theirs: Facts) -> str | None:
+    """Return the sentence for an argument that a rank lacks although it was given all arguments."""
+    pairs = ((rank, mine, other, theirs), (other, theirs, rank, mine))
+    for lacks, fewer, has, more in pairs:
+        names = [name for name in more.get(LEAVES, ()) if not name.startswith("target")]
+        missing = [name for name in names if name not in fewer.get(LEAVES, ())]
+        if fewer.get(WHOLE) and missing:
+            return (
+                f"rank {lacks} was not given {missing[0]}, which rank {has} was given: in the "
+                f"first call rank {lacks} was given all arguments, so pass this one there too"
             )
     return None
 

@@ -19,11 +19,14 @@ from typing import Any
 
 from stageline import log
 from stageline.running.control.agreement import (
+    HELD,
     ROWS,
+    WHOLE,
     Facts,
     built_differently,
     differing_digest,
     disagreement,
+    seeds_differ,
 )
 from stageline.running.control.failures import Failure
 from stageline.running.control.messages import Message
@@ -144,22 +147,29 @@ class Hub:
             return
         self._compare(epoch, call, rank)
         self._answer_rows(epoch, call, rank)
+        self._answer_held(epoch, call)
         if self._has_board and not call.is_asked:
             call.is_asked = True
             for other in sorted(self._tell.keys() - {rank}):
                 self._send(other, {"kind": "ask", "epoch": epoch})
 
     def _compare(self, epoch: int, call: _Call, rank: int) -> None:
-        """Compare a rank with one that knows the batch, if there is one, else with any."""
+        """Compare a rank with those that came before; large facts with one that knows the batch."""
         others = [r for r, facts in call.facts.items() if r != rank and facts.get(ROWS) is not None]
         others += [r for r in call.facts if r != rank]
         if not others or call.doubted is not None:
             return
+        # One that was given everything stands for all, but for seeds: where nothing draws, that of
+        # a rank may be another one.
+        whole = [other for other in others if call.facts[other].get(WHOLE)][:1] or others
+        for other in dict.fromkeys([*whole, *others]):
+            low, high = sorted((rank, other))
+            compare = disagreement if other in whole else seeds_differ
+            text = compare(high, call.facts[high], low, call.facts[low])
+            if text is not None:
+                self._fails(Failure(high, epoch, text))
+                return
         low, high = sorted((rank, others[0]))
-        text = disagreement(high, call.facts[high], low, call.facts[low])
-        if text is not None:
-            self._fails(Failure(high, epoch, text))
-            return
         call.doubted = differing_digest(call.facts[high], call.facts[low])
         if call.doubted is not None:
             for one in (low, high):
@@ -183,6 +193,21 @@ class Hub:
             for asking in call.asking:
                 self._send(asking, {"kind": "rows", "epoch": epoch, "rows": known[0]})
             call.asking = []
+
+    def _answer_held(self, epoch: int, call: _Call) -> None:
+        """Tell all ranks what each was given, if they wait for that, once all have said it."""
+        held = {str(rank): facts[HELD] for rank, facts in call.facts.items() if HELD in facts}
+        if not held or len(call.facts) < self._num_ranks or call.failure is not None:
+            return
+        other = next((rank for rank in call.facts if str(rank) not in held), None)
+        if other is None:
+            self._tell_all({"kind": "held", "epoch": epoch, "held": held})
+            return
+        text = (
+            f"rank {other} has made such a call before, rank {next(iter(held))} has not: every "
+            "rank must make the same calls in the same order"
+        )
+        self._fails(Failure(other, epoch, text))
 
     def _done(self, rank: int, message: Message) -> None:
         call = self._calls.setdefault(message["epoch"], _Call())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 
@@ -20,11 +21,18 @@ from stageline.running.control.member import Member
 from stageline.running.control.messages import Connection, Message
 from stageline.torch_private import PrefixStore, Store
 
-_numbers = count()  # pipelines are built in the same order everywhere, so these agree
+# Pipelines of the same processes are built in the same order on all of them, so these agree.
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
 
 
 def join(
-    store: Store, rank: int, num_ranks: int, *, timeout: float, heartbeat_timeout: float
+    store: Store,
+    rank: int,
+    num_ranks: int,
+    *,
+    timeout: float,
+    heartbeat_timeout: float,
+    name: str = "stageline",
 ) -> Member:
     """Meet the other ranks of a pipeline; return this rank's side of the control plane.
 
@@ -34,11 +42,12 @@ def join(
         num_ranks: How many there are.
         timeout: Seconds to wait for ranks that do not come.
         heartbeat_timeout: Seconds of silence after which a rank counts as dead.
+        name: What these ranks call themselves.
 
     Raises:
         PeerError: Some rank did not come; all that came raise it.
     """
-    own = PrefixStore(f"stageline/{next(_numbers)}", store)
+    own = PrefixStore(f"{name}/{next(_numbers[name])}", store)
     meeting = Meeting(own, rank, num_ranks, timeout)
     listener = Listener(f"stageline-control-{rank}", interval=heartbeat_timeout / 10)
     meet = _visit if rank else _host

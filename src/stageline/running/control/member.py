@@ -72,6 +72,7 @@ class Member:
         self._changed = threading.Condition()
         self._commits: dict[int, dict[str, Any]] = {}
         self._rows: dict[int, int] = {}
+        self._held: dict[int, dict[str, Any]] = {}
         self._posts: dict[tuple[int, str], tuple[Any, list[int]]] = {}
         self._failures: dict[int, Failure] = {}
         self._final: Failure | None = None
@@ -97,7 +98,7 @@ class Member:
         with self._changed:
             self.epoch = epoch = self.epoch + 1
             self._is_told = True
-            for known in (self._commits, self._rows, self._failures):
+            for known in (self._commits, self._rows, self._held, self._failures):
                 for old in [number for number in known if number < epoch]:
                     del known[old]
             if self.has_failed:
@@ -122,6 +123,21 @@ class Member:
             self._is_told = True
             message = {"kind": "begin", "epoch": self.epoch, "facts": self._facts}
         self._send(message)
+
+    def amend(self, facts: Facts) -> None:
+        """Tell more of what this rank has begun, where that turns out to be necessary."""
+        with self._changed:
+            if all(self._facts.get(name) == fact for name, fact in facts.items()):
+                return
+            self._facts = {**self._facts, **facts}
+            was_told, self._is_told = self._is_told, False
+        if was_told:
+            self._tell_facts()
+
+    def agreed_data(self) -> dict[int, Any]:
+        """Return what each rank was given for this call, by rank; every rank must ask."""
+        self._wait_until(lambda: self.epoch in self._held, "what every rank was given")
+        return {int(rank): told for rank, told in self._held[self.epoch].items()}
 
     def agreed_rows(self) -> int:
         """Return how many rows the batch of this call has, as a rank that was given it says."""
@@ -276,6 +292,8 @@ class Member:
                 self._commits[message["epoch"]] = message["values"]
             elif kind == "rows":
                 self._rows[message["epoch"]] = message["rows"]
+            elif kind == "held":
+                self._held[message["epoch"]] = message["held"]
             elif kind == "post":
                 self._posts[message["source"], message["key"]] = (message["value"], list(files))
             self._changed.notify_all()

@@ -100,8 +100,8 @@ class _Recorded:
         self._found = Candidates()
 
     def __call__(self) -> Candidates:
-        if self._stage.num_variants != self._seen:
-            self._seen = self._stage.num_variants
+        if self._stage.num_changes != self._seen:
+            self._seen = self._stage.num_changes
             inner = [module for module in self._module.modules() if module is not self._stage]
             self._found = Candidates.among(inner, certain=self._stage.draws)
         return self._found
@@ -191,6 +191,10 @@ class Streams:
         self._loss_fn = loss_fn
         self.may_draw = may_draw
         self.completed = Counter[str]()
+
+    def draws_now(self) -> bool:
+        """Whether a stage here draws in a call that begins now, or may."""
+        return self.may_draw and any(each.candidates().may_draw() for each in self._stages.values())
 
     def of_call(self, kind: str, seed: Callable[[], int], number: int) -> CallStreams | None:
         """Return the streams of one call; None if nothing in it can draw, and no seed is asked for.

@@ -32,8 +32,8 @@ from stageline.running.transports.base import Aborted, Edge, Endpoint, ProcessTr
 from stageline.torch_private import PrefixStore, connect_gloo, own_connection
 
 # What travels, each on a tag of its own: activations, gradients, outputs, gradients of tied
-# parameters.
-LETTERS = ("F", "B", "O", "T")
+# parameters, data that a rank was not given.
+LETTERS = ("F", "B", "O", "T", "D")
 _ABORT_TAG = len(LETTERS)
 _FIRST_BODY_TAG = 16
 _BODY_TAGS = 1 << 16  # far more than can be under way at once
