@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,13 +17,20 @@ from stageline.errors import BatchError, PipeError, ScheduleError
 from stageline.running.batch_norm import deferred
 from stageline.running.boundary import Packet
 from stageline.running.caller import CallerState
+from stageline.running.caller_graph import (
+    DifferentiableRun,
+    Unchanged,
+    accumulate_inputs,
+    input_gradients,
+    refuse_history,
+)
 from stageline.running.control.agreement import ROWS, Facts
 from stageline.running.events import Observer
 from stageline.running.executor import BoundRow, StepState
 from stageline.running.foreign import ForeignParameters
 from stageline.running.forward_modes import ForwardModes
 from stageline.running.loss import LossRule
-from stageline.running.merging import MergeOutputs
+from stageline.running.merging import MergedOutputs, MergeOutputs
 from stageline.running.microbatches import BatchDims, Microbatches, MicrobatchSizes
 from stageline.running.processes import ProcessRunner
 from stageline.running.program import StageProgram
@@ -36,7 +43,6 @@ from stageline.running.streams.calls import CallStreams, Streams, generator_unto
 from stageline.running.ties import Ties
 from stageline.running.timetable import Purpose, Timetable, halves
 from stageline.running.undoing import Undo
-from stageline.torch_private import run_backward
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ class Engine:
                 loss = self.runner.finish()
             first = states.get(self._placement[0])
             if first is not None:
-                _accumulate(first)
+                accumulate_inputs(first)
             assert loss is not None
             return StepResult(loss=loss, outputs=outputs, num_microbatches=batch.count)
 
@@ -157,8 +163,7 @@ class Engine:
             outputs = states[self._last_rank].outputs
             packets = [outputs.pop(index) for index in range(batch.count)]
         backwards = [later for _, later in rows]
-
-        seen = [(leaf, _version(leaf)) for leaf in batch.tensors()]
+        unchanged = Unchanged(batch)
 
         def backward(gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
             if not states:
@@ -166,11 +171,7 @@ class Engine:
                     "the graphs of this call are gone: it was differentiated before. Call the "
                     "pipeline again; retain_graph=True does not reach into it"
                 )
-            if any(_version(leaf) != version for leaf, version in seen):
-                raise PipeError(
-                    "the batch was modified in place between the call and its backward, which "
-                    "needs it as it was: pass a copy, or change it later"
-                )
+            unchanged.check()
             mine = dict(states)
             states.clear()
             last = mine[self._last_rank]
@@ -184,7 +185,7 @@ class Engine:
                 modes.restored(),
             ):
                 self._run(backwards, mine, observer, purpose, modes.caller)
-            return _input_gradients(mine[self._placement[0]])
+            return input_gradients(mine[self._placement[0]])
 
         inputs = [leaf for leaf in batch.input_tensors() if leaf.requires_grad]
         return DifferentiableRun(packets, inputs, batch.sizes, backward)
@@ -259,7 +260,7 @@ class Engine:
                 sizes=self.sizes,
             )
             if purpose is Purpose.TRAIN:
-                _refuse_history(batch)
+                refuse_history(batch)
             cut.append(batch)
             return told(batch)
 
@@ -342,12 +343,12 @@ class Engine:
         number = self.streams.completed[purpose.name]
         return self.streams.of_call(purpose.name, lambda: self.runner.seed, number)
 
-    def _outputs(self, last: StepState | None, batch: Microbatches) -> _Merged | None:
+    def _outputs(self, last: StepState | None, batch: Microbatches) -> MergedOutputs | None:
         """Return the outputs of the batch where they are wanted; every rank merges for itself."""
         parts = None if last is None else [last.outputs.pop(i).value() for i in range(batch.count)]
         if self.shares_outputs:
             parts = self.runner.share(parts, owner=self._last_rank)
-        return None if parts is None else _Merged(parts, batch.sizes, self.merge)
+        return None if parts is None else MergedOutputs(parts, batch.sizes, self.merge)
 
     @contextmanager
     def _call(self, counted: Purpose | None = None) -> Iterator[None]:
@@ -391,77 +392,9 @@ class Engine:
             )
 
 
-@dataclass(frozen=True)
-class DifferentiableRun:
-    """The outputs of all microbatches, and what takes their gradients back through the pipeline.
-
-    Attributes:
-        packets: The output of each microbatch.
-        inputs: The arguments of the model that require a gradient.
-        sizes: The rows of each microbatch.
-        backward: Takes the gradients of the outputs, returns those of the inputs.
-    """
-
-    packets: list[Packet]
-    inputs: list[Tensor]
-    sizes: list[int]
-    backward: Callable[[Sequence[Sequence[Tensor | None]]], list[Tensor | None]]
-
-
-class _Merged:
-    """The outputs of the microbatches as those of the batch; merged once, when first asked for."""
-
-    def __init__(self, parts: Sequence[Any], sizes: Sequence[int], merge: MergeOutputs) -> None:
-        self._parts: Sequence[Any] | None = parts
-        self._sizes = sizes
-        self._merge = merge
-        self._value: Any = None
-
-    def __call__(self) -> Any:
-        if self._parts is not None:
-            self._value = self._merge(self._parts, self._sizes)
-            self._parts = None
-        return self._value
-
-
 _running: ContextVar[tuple[Engine, ...]] = ContextVar("_running", default=())
 """The pipelines whose calls the current thread is in, as a caller or as a rank."""
 
 
 def _drawn_seed() -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-
-
-def _accumulate(first: StepState) -> None:
-    """Give the arguments of the model their gradients, as ``loss.backward()`` would."""
-    gradients = _input_gradients(first)
-    if not gradients:
-        return
-    wanting = [leaf for leaf in first.microbatches.input_tensors() if leaf.requires_grad]
-    pairs = [
-        (leaf, gradient)
-        for leaf, gradient in zip(wanting, gradients, strict=True)
-        if gradient is not None
-    ]
-    if pairs:
-        run_backward(*zip(*pairs, strict=True))
-
-
-def _refuse_history(batch: Microbatches) -> None:
-    """Each microbatch has its own backward; only one could walk a graph behind the batch."""
-    for leaf in batch.tensors():
-        if leaf.grad_fn is not None:
-            raise BatchError(
-                f"an argument of step has a graph behind it ({leaf.grad_fn.name()}), which a step "
-                "would not train: pass it detached, or use out = pipe(x) and differentiate that"
-            )
-
-
-def _input_gradients(state: StepState) -> list[Tensor | None]:
-    """Return the gradients of the model's arguments that require one."""
-    per_microbatch = [state.input_gradients.pop(i) for i in sorted(state.input_gradients)]
-    return state.microbatches.join_gradients(per_microbatch) if per_microbatch else []
-
-
-def _version(leaf: Tensor) -> int:
-    return 0 if leaf.is_inference() else leaf._version
