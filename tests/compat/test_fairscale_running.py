@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from torch import Tensor, nn
 
 from stageline.compat.fairscale.nn import Pipe
 from stageline.compat.fairscale.nn.pipe import is_checkpointing, is_recomputing
-from stageline.errors import PipeError
 from tests.compat.loops import differences, plain, twins
 
 MODES = ("always", "except_last", "never")
@@ -274,75 +271,6 @@ def test_hooks_of_layers_and_partitions_fire() -> None:
     assert sorted(backwards) == ["layer"] * 2 + ["partition"] * 2
 
 
-class Expected(Exception):
-    """What a test's layer raises."""
-
-
-class Raises(nn.Module):
-    def __init__(self, when: Callable[[], bool] = lambda: True) -> None:
-        super().__init__()
-        self.when = when
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.when():
-            raise Expected("from a layer")
-        return x
-
-
-def test_an_exception_keeps_its_type_and_the_pipe_goes_on() -> None:
-    fails = [True]
-    model = nn.Sequential(nn.Linear(2, 2), Raises(lambda: fails[0]), nn.Linear(2, 2))
-    pipe, twin = twins(model, [1, 1, 1], chunks=3)
-    x = torch.randn(6, 2)
-    with pytest.raises(Expected, match="from a layer"):
-        pipe(x)
-    fails[0] = False
-    pipe(x).sum().backward()
-    plain(twin, x, 3).sum().backward()
-    assert list(differences(pipe, twin)) == []
-
-
-def test_an_exception_of_a_recompute_keeps_its_type() -> None:
-    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), Raises(is_recomputing)), [1, 1], chunks=2)
-    output = pipe(torch.randn(4, 2))
-    with pytest.raises(Expected, match="from a layer"):
-        output.sum().backward()
-
-
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-def test_what_is_no_exception_does_not_hang(kind: type[BaseException]) -> None:
-    """In both originals the worker dies of it and the caller waits for ever."""
-
-    class Leaves(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise kind
-
-    with pytest.raises(kind):
-        Pipe(nn.Sequential(nn.Linear(2, 2), Leaves()), [1, 1], chunks=2)(torch.randn(4, 2))
-
-
-def test_a_failure_stops_earlier_partitions() -> None:
-    failed, calls = threading.Event(), [0]
-
-    class Counts(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if calls[0]:
-                failed.wait(10)
-                time.sleep(0.01)  # the failure is on its way
-            calls[0] += 1
-            return x
-
-    class Fails(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            failed.set()
-            raise Expected
-
-    pipe = Pipe(nn.Sequential(Counts(), Fails()), [1, 1], chunks=50)
-    with pytest.raises(Expected):
-        pipe(torch.randn(50, 1))
-    assert calls[0] < 50
-
-
 def test_cpu_partitions_run_at_the_same_time() -> None:
     """In both originals one thread runs all partitions that are on the CPU."""
     meeting = threading.Barrier(2, timeout=30)
@@ -392,17 +320,3 @@ def test_two_threads_may_call_one_pipe(deferred: bool) -> None:
     assert int(pipe[1].num_batches_tracked) == (30 if deferred else 60)  # type: ignore[arg-type]
     for mine, theirs in zip(pipe.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-4)
-
-
-def test_what_a_pipe_cannot_do_is_an_error() -> None:
-    pipe = Pipe(deep(), [2, 3], chunks=2, checkpoint="never")
-    x = torch.randn(4, 6, requires_grad=True)
-    loss = pipe(x).sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(PipeError, match="Call the pipeline again; retain_graph=True does not"):
-        loss.backward()
-    with pytest.raises(PipeError, match=r"call .backward\(\) without inputs= instead of torch"):
-        torch.autograd.grad(pipe(x).sum(), [x])
-    with pytest.raises(RuntimeError, match="not have been used in the graph"):
-        torch.autograd.grad(pipe(x).sum(), list(pipe.parameters()))
-    assert all(each.grad is not None for each in pipe.parameters())

@@ -63,6 +63,12 @@ def join(outputs: Sequence[Any], sizes: Sequence[int]) -> Value:
         >>> join([torch.zeros(2), torch.ones(1)], [2, 1])
         tensor([0., 0., 1.])
     """
+    kinds = {len(output) if isinstance(output, tuple) else 0 for output in outputs}
+    if len(kinds) > 1:
+        raise ValueError(
+            "the last partition returned tuples of different lengths, or a tensor here and a tuple "
+            "there, for the microbatches of one batch: they cannot be joined"
+        )
     if isinstance(outputs[0], Tensor):
         return torch.cat(list(outputs))
     return tuple(torch.cat(pieces) for pieces in zip(*outputs, strict=True))

@@ -32,6 +32,7 @@ from stageline.compat.fairscale.nn.pipe.splitting import (
     split,
     verify_module,
 )
+from stageline.errors import StepError
 from stageline.pipeline import Pipeline
 
 __all__ = ["Pipe"]
@@ -138,8 +139,12 @@ class Pipe(nn.Module):
         if not len(self.partitions):
             return input
         rows = num_rows(input)
-        with committing_at_the_end():
-            output: Value = self._pipeline()(input) if rows else self._run_plainly(input)
+        try:
+            with committing_at_the_end():
+                output: Value = self._pipeline()(input) if rows else self._run_plainly(input)
+        except StepError as error:  # what a layer raises comes as itself
+            error.hint = f'{error.hint} (In a Pipe, checkpoint="never" recomputes nothing.)'.strip()
+            raise
         return output
 
     def _run_plainly(self, value: Any) -> Any:
