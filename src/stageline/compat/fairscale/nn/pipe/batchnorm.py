@@ -69,6 +69,8 @@ class DeferredBatchNorm(BatchNorm):
         chunks: How many microbatches make a batch.
     """
 
+    draws_nothing = True  # no random numbers
+
     # R has nothing to put back: another thread's call may change the statistics meanwhile.
     defers_statistics = True
 

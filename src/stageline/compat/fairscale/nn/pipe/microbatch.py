@@ -83,6 +83,8 @@ class Stage(nn.Module):
         leaving: Those that later stages need.
     """
 
+    draws_nothing = True  # no random numbers; its layers answer for themselves
+
     def __init__(
         self,
         partitions: dict[int, nn.Module],

@@ -40,6 +40,8 @@ class Skippable(nn.Module):
         namespaces: The namespace of each name that was isolated.
     """
 
+    draws_nothing = True  # no random numbers; its module answers for itself
+
     module_cls: ClassVar[type[nn.Module]]
     stashable_names: ClassVar[frozenset[str]]
     poppable_names: ClassVar[frozenset[str]]
