@@ -29,11 +29,12 @@ from stageline.running.loss import LossFunction, LossRule
 from stageline.running.materialising import InitStage
 from stageline.running.merging import MergeOutputs
 from stageline.running.merging import merge_outputs as merge
-from stageline.running.microbatches import BatchDims, LossReduction, MicrobatchSizes
+from stageline.running.microbatches import BatchDims, LossReduction
 from stageline.running.names import all_names
 from stageline.running.result import StepResult
 from stageline.running.runner import ThreadRunner
 from stageline.running.settings import Settings, WrapStage
+from stageline.running.sizes import MicrobatchSizes
 from stageline.running.stages import LoadedKeys
 from stageline.running.timetable import Purpose
 from stageline.running.transports.base import ThreadTransport

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import stageline as sl
-from stageline.running.microbatches import Microbatches, split_sizes
+from stageline.running.microbatches import Microbatches
+from stageline.running.sizes import split_sizes
 from tests.running.batches import Pair, cut, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")

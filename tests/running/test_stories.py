@@ -150,13 +150,60 @@ def test_a_second_derivative_is_refused() -> None:
         pipe(x).sum().backward(create_graph=True)
 
 
-def test_gradients_of_the_input_alone_are_refused() -> None:
+def test_gradients_of_the_input_alone_leave_parameters_alone() -> None:
     """autograd.grad(out, x) also filled .grad of every parameter, for the next step to use."""
+    stage = linear()
+    pipe = sl.Pipeline.from_stages([stage, nn.Tanh()], num_microbatches=2)
+    x = batch()[0].requires_grad_()
+    (found,) = torch.autograd.grad(pipe(x).sum(), x)
+    (wanted,) = torch.autograd.grad(
+        torch.cat([stage(part).tanh() for part in x.tensor_split(2)]).sum(), x
+    )
+    assert torch.equal(found, wanted)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_some_gradients_are_refused_where_a_hook_keeps_others_inside() -> None:
+    """A parameter with a hook gets its gradient in the pipeline, whatever the caller asks for."""
+    stage = linear()
+    handle = stage.weight.register_hook(lambda gradient: None)
+    pipe = sl.Pipeline.from_stages([stage, nn.Tanh()], num_microbatches=2)
+    x = batch()[0].requires_grad_()
+    with pytest.raises(
+        sl.PipeError, match=r"gradient hooks .* call \.backward\(\) without inputs="
+    ):
+        torch.autograd.grad(pipe(x).sum(), x)
+    with pytest.raises(
+        sl.PipeError, match=r"gradient hooks .* call \.backward\(\) without inputs="
+    ):
+        pipe(x).sum().backward(inputs=[x])
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    handle.remove()
+    out = pipe(x)
+    stage.weight.register_hook(lambda gradient: None)
+    with pytest.raises(sl.PipeError, match="register it before the call"):
+        out.sum().backward()
+
+
+def test_gradients_of_parameters_can_be_asked_for() -> None:
+    """They were none: torch.autograd.grad said so, and backward(inputs=...) said nothing."""
+    stage = linear()
+    pipe = sl.Pipeline.from_stages([stage, nn.Tanh()], num_microbatches=2)
+    x = batch()[0]
+    loss = torch.cat([stage(part).tanh() for part in x.tensor_split(2)]).sum()
+    wanted = torch.autograd.grad(loss, list(stage.parameters()))
+    found = torch.autograd.grad(pipe(x).sum(), list(pipe.parameters()))
+    assert all(map(torch.equal, found, wanted))
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    pipe(x).sum().backward(inputs=[stage.bias])
+    assert stage.weight.grad is None
+    assert stage.bias.grad is not None
+    assert torch.equal(stage.bias.grad, wanted[1])
+
+
+def test_gradients_of_inputs_and_parameters_together() -> None:
     pipe = sl.Pipeline.from_stages([linear(), nn.Tanh()], num_microbatches=2)
     x = batch()[0].requires_grad_()
-    with pytest.raises(sl.PipeError, match=r"call \.backward\(\) without inputs="):
-        torch.autograd.grad(pipe(x).sum(), x)
-    assert all(parameter.grad is None for parameter in pipe.parameters())
     pipe(x).sum().backward()
     assert x.grad is not None
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from stageline.errors import BatchError, PipeError
 from stageline.running.boundary import Packet
 from stageline.running.microbatches import Microbatches
 from stageline.running.state import StepState
-from stageline.torch_private import run_backward
+from stageline.torch_private import has_gradient_hooks, run_backward
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,41 @@ class DifferentiableRun:
 
     Attributes:
         packets: The output of each microbatch.
-        inputs: The arguments of the model that require a gradient.
+        inputs: The parameters of the pipeline that are part of the caller's graph, and the
+            arguments of the model that require a gradient.
+        has_others: Whether other parameters get their gradients inside of the backward.
         sizes: The rows of each microbatch.
-        backward: Takes the gradients of the outputs, returns those of the inputs.
+        backward: Takes the gradients of the outputs, and whether the caller wants all gradients;
+            returns those of the inputs. Parameters get theirs inside if all are wanted, so that
+            two threads that differentiate at the same time do not meet there.
     """
 
     packets: list[Packet]
     inputs: list[Tensor]
+    has_others: bool
     sizes: list[int]
-    backward: Callable[[Sequence[Sequence[Tensor | None]]], list[Tensor | None]]
+    backward: Callable[[Sequence[Sequence[Tensor | None]], bool], list[Tensor | None]]
+
+
+class Linked:
+    """The parameters that become part of the caller's graph: those without gradient hooks.
+
+    So ``torch.autograd.grad`` and ``backward(inputs=...)`` can ask for their gradients. A hook
+    would be called once more, for what leaves the pipeline.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self.parameters = [each for each in trained if not has_gradient_hooks(each)]
+        self.has_others = len(self.parameters) < len(trained)
+
+    def check(self) -> None:
+        """Raise if one of them has a hook by now."""
+        if any(map(has_gradient_hooks, self.parameters)):
+            raise PipeError(
+                "a gradient hook was registered on a parameter between a call of the pipeline and "
+                "its backward: register it before the call"
+            )
 
 
 class Unchanged:

@@ -3,8 +3,9 @@
     caller's graph      x ──▶ [ the whole pipeline ] ──▶ microbatch outputs ──▶ cat ──▶ out ──▶ f
     backward            x ◀── [ all B, pipelined   ] ◀── their gradients    ◀───────────────────
 
-Parameters get their gradients inside, as in ``step``; the caller's graph sees inputs and outputs
-only.
+The function's inputs are those of the model, and its parameters. ``backward()`` gives parameters
+their gradients inside, as a step does; where the caller asks for some gradients only, those of
+parameters are returned.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class _Pipeline(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.run_backward = run.backward
         ctx.errors = errors
-        ctx.num_inputs = len(run.inputs)
+        ctx.has_others = run.has_others
         ctx.anchor_node = get_gradient_edge(anchor).node
         return tuple(outputs)
 
@@ -85,10 +86,12 @@ class _Pipeline(torch.autograd.Function):
                 "a pipeline cannot be differentiated twice: it was asked for a backward with "
                 "create_graph=True. Use the plain model for that loss"
             )
-        if not engine_will_run(ctx.anchor_node):
+        is_whole = engine_will_run(ctx.anchor_node)
+        if ctx.has_others and not is_whole:
             raise PipeError(
-                "a pipeline gives gradients to its parameters and inputs together: call "
-                ".backward() without inputs= instead of torch.autograd.grad(...)"
+                "torch.autograd.grad(...) and backward(inputs=...) ask for some gradients, and "
+                "parameters of the pipeline that have gradient hooks would get theirs as well: "
+                "remove the hooks, or call .backward() without inputs="
             )
         coming = iter(gradients)
         per_microbatch = [
@@ -96,5 +99,5 @@ class _Pipeline(torch.autograd.Function):
             for flags in ctx.flags
         ]
         with ctx.errors():
-            of_inputs = ctx.run_backward(per_microbatch) or [None] * ctx.num_inputs
-        return (None, None, None, *of_inputs, *(None for _ in gradients))
+            of_inputs = ctx.run_backward(per_microbatch, is_whole)
+            return (None, None, None, *of_inputs, *(None for _ in gradients))

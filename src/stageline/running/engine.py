@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,6 +17,7 @@ from stageline.running.boundary import Packet
 from stageline.running.caller import CallerState
 from stageline.running.caller_graph import (
     DifferentiableRun,
+    Linked,
     Unchanged,
     accumulate_inputs,
     input_gradients,
@@ -31,7 +30,7 @@ from stageline.running.foreign import ForeignParameters
 from stageline.running.forward_modes import ForwardModes
 from stageline.running.loss import LossRule
 from stageline.running.merging import MergedOutputs, MergeOutputs
-from stageline.running.microbatches import BatchDims, Microbatches, MicrobatchSizes
+from stageline.running.microbatches import BatchDims, Microbatches
 from stageline.running.processes import ProcessRunner
 from stageline.running.program import StageProgram
 from stageline.running.recordings import Chosen, Recordings
@@ -39,9 +38,11 @@ from stageline.running.result import LossValues, StepResult
 from stageline.running.runner import Runner
 from stageline.running.shipping import Given, Shipping, has_data
 from stageline.running.signature import facts_of
+from stageline.running.sizes import MicrobatchSizes
 from stageline.running.streams.calls import CallStreams, Streams, generator_untouched
 from stageline.running.ties import Ties
 from stageline.running.timetable import Purpose, Timetable, halves
+from stageline.running.turns import Turns
 from stageline.running.undoing import Undo
 
 
@@ -81,7 +82,7 @@ class Engine:
     streams: Streams
     recordings: Recordings | None = None
     defers_statistics: bool = False
-    _busy: threading.Lock = field(default_factory=threading.Lock)
+    _turns: Turns = field(default_factory=Turns)
 
     @property
     def _placement(self) -> tuple[int, ...]:
@@ -164,14 +165,18 @@ class Engine:
             packets = [outputs.pop(index) for index in range(batch.count)]
         backwards = [later for _, later in rows]
         unchanged = Unchanged(batch)
+        linked = Linked(self.undo.parameters)
 
-        def backward(gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+        def backward(
+            gradients: Sequence[Sequence[Tensor | None]], is_whole: bool
+        ) -> list[Tensor | None]:
             if not states:
                 raise PipeError(
                     "the graphs of this call are gone: it was differentiated before. Call the "
                     "pipeline again; retain_graph=True does not reach into it"
                 )
             unchanged.check()
+            linked.check()
             mine = dict(states)
             states.clear()
             last = mine[self._last_rank]
@@ -180,15 +185,18 @@ class Engine:
                 last.gradients[key] = Packet(list(of_microbatch))
             with (
                 self._call(),
-                self.undo.accumulated_at_once(),
+                self.undo.set_aside(() if is_whole else linked.parameters) as made,
                 self.undo.on_failure(purpose),
                 modes.restored(),
             ):
                 self._run(backwards, mine, observer, purpose, modes.caller)
-            return input_gradients(mine[self._placement[0]])
+            of_inputs = input_gradients(mine[self._placement[0]])
+            of_parameters = made or [None] * len(linked.parameters)
+            return [*of_parameters, *(of_inputs or [None] * len(leaves))]
 
-        inputs = [leaf for leaf in batch.input_tensors() if leaf.requires_grad]
-        return DifferentiableRun(packets, inputs, batch.sizes, backward)
+        leaves = [leaf for leaf in batch.input_tensors() if leaf.requires_grad]
+        inputs = [*linked.parameters, *leaves]
+        return DifferentiableRun(packets, inputs, linked.has_others, batch.sizes, backward)
 
     def _modules(self) -> Iterator[nn.Module]:
         """Yield all modules whose training flags decide what a forward computes."""
@@ -353,47 +361,24 @@ class Engine:
     @contextmanager
     def _call(self, counted: Purpose | None = None) -> Iterator[None]:
         """One call at a time; what fails here fails on every rank, and what succeeds is counted."""
-        self._wait_for_turn()
-        token = _running.set((*_running.get(), self))
         is_over = True
-        try:
-            yield
-        except BaseException as error:
-            told = self.runner.failed(error)
-            is_over = self.runner.is_over
-            if told is error:
-                raise
-            raise told from told.__cause__
-        finally:
-            if is_over and counted is not None:
-                self.streams.completed[counted.name] += 1
-            if self._shipping is not None:
-                if is_over:
-                    self._shipping.keep()
-                else:
-                    self._shipping.forget()
-            _running.reset(token)
-            self._busy.release()
-
-    def _wait_for_turn(self) -> None:
-        """Wait for a call of another thread; under several processes, refuse to.
-
-        The other ranks would have to take the calls in the same order.
-        """
-        if any(engine is self for engine in _running.get()):
-            raise PipeError(
-                "a stage, or its loss, called the pipeline that it is a part of, which would wait "
-                "for itself: call the model or one of its modules instead"
-            )
-        if not self._busy.acquire(blocking=not self.runner.compares):
-            raise PipeError(
-                "this pipeline is already running a call in another thread: wait for it, or "
-                "build a second pipeline"
-            )
-
-
-_running: ContextVar[tuple[Engine, ...]] = ContextVar("_running", default=())
-"""The pipelines whose calls the current thread is in, as a caller or as a rank."""
+        with self._turns.taken(waits=not self.runner.compares):
+            try:
+                yield
+            except BaseException as error:
+                told = self.runner.failed(error)
+                is_over = self.runner.is_over
+                if told is error:
+                    raise
+                raise told from told.__cause__
+            finally:
+                if is_over and counted is not None:
+                    self.streams.completed[counted.name] += 1
+                if self._shipping is not None:
+                    if is_over:
+                        self._shipping.keep()
+                    else:
+                        self._shipping.forget()
 
 
 def _drawn_seed() -> int:

@@ -25,11 +25,10 @@ from stageline import torch_private as trees
 from stageline.capturing.values import SIMPLE
 from stageline.errors import BatchError
 from stageline.running.hidden import find_hidden_tensor
+from stageline.running.sizes import MicrobatchSizes, checked_sizes, split_sizes
 from stageline.wording import a_kind
 
 BatchDims = int | Mapping[str, int | None]
-MicrobatchSizes = Callable[[int, int], Sequence[int]]
-"""``(rows of the batch, num_microbatches) -> the rows of each microbatch``."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Microbatches:
         if sizes is None:
             self.sizes = split_sizes(self.rows, min(num_microbatches, self.rows))
         else:
-            self.sizes = _checked_sizes(sizes, self.rows, num_microbatches)
+            self.sizes = checked_sizes(sizes, self.rows, num_microbatches)
         self.count = len(self.sizes)
         self._starts = [0, *accumulate(self.sizes)]
         self._sliced_inputs: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -383,29 +382,6 @@ def _unmarked(leaf: Any) -> Any:
     if not any(isinstance(value, Replicated) for value in inside):
         return leaf.value
     return trees.tree_map_only(Replicated, _unmarked, leaf.value)
-
-
-def split_sizes(rows: int, count: int) -> list[int]:
-    """Return the sizes of the parts that ``torch.tensor_split`` makes.
-
-    Example:
-        >>> split_sizes(10, 4)
-        [3, 3, 2, 2]
-    """
-    small, larger = divmod(rows, count)
-    return [small + 1] * larger + [small] * (count - larger)
-
-
-def _checked_sizes(sizes: MicrobatchSizes, rows: int, num_microbatches: int) -> list[int]:
-    """Return what the user's own rule says, if it is a way to cut the batch."""
-    found = list(sizes(rows, num_microbatches))
-    fits = len(found) <= num_microbatches and sum(found) == rows
-    if fits and all(isinstance(each, int) and each > 0 for each in found):
-        return found
-    raise BatchError(
-        f"microbatch_sizes({rows}, {num_microbatches}) returned {found}: wanted at most "
-        f"{num_microbatches} whole numbers above 0 whose sum is {rows}"
-    )
 
 
 def refuse_unknown(wanted: Sequence[str], names: Sequence[str], what: str) -> None:

@@ -20,7 +20,8 @@ from stageline.running.events import Observer
 from stageline.running.loss import REDUCTIONS, LossFunction
 from stageline.running.materialising import InitStage
 from stageline.running.merging import MergeOutputs
-from stageline.running.microbatches import BatchDims, LossReduction, MicrobatchSizes
+from stageline.running.microbatches import BatchDims, LossReduction
+from stageline.running.sizes import MicrobatchSizes
 from stageline.running.timetable import Timetable
 from stageline.running.transports.base import ThreadTransport
 from stageline.running.world import World

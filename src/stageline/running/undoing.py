@@ -23,13 +23,16 @@ _HINT = (
 class Undo:
     """Puts parameters and statistics back when a step fails.
 
+    Attributes:
+        parameters: Those that a step gives gradients to.
+
     Args:
         parameters: Those that a step gives gradients to.
         modules: The stages that it runs.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], modules: Iterable[nn.Module]) -> None:
-        self._parameters = tuple(parameters)
+        self.parameters = tuple(parameters)
         self._normalising = [
             module
             for stage in modules
@@ -44,7 +47,7 @@ class Undo:
         if not purpose.builds_graph:
             yield
             return
-        fresh = [parameter for parameter in self._parameters if parameter.grad is None]
+        fresh = [parameter for parameter in self.parameters if parameter.grad is None]
         statistics = self._statistics()
         self._keep(statistics)
         try:
@@ -55,30 +58,36 @@ class Undo:
             with torch.no_grad():
                 for buffer, before in zip(statistics, self._copies, strict=True):
                     buffer.copy_(before)
-            if isinstance(failure, (StepError, Aborted)) and len(fresh) < len(self._parameters):
+            if isinstance(failure, (StepError, Aborted)) and len(fresh) < len(self.parameters):
                 failure.hint = f"{getattr(failure, 'hint', '')} {_HINT}".strip()
             raise
 
     @contextmanager
-    def accumulated_at_once(self) -> Iterator[None]:
+    def set_aside(self, returned: Sequence[nn.Parameter]) -> Iterator[list[Tensor | None]]:
         """Let a backward begin without gradients, and add it to those that were there at its end.
 
         So does autograd: it sums what one backward gives a parameter before it accumulates that.
+
+        Args:
+            returned: Parameters whose gradients are not added but put into the list that the
+                context gives, for autograd to do what the caller has asked it for.
         """
-        before = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        before = [(parameter, parameter.grad) for parameter in self.parameters]
+        goes_out = set(map(id, returned))
+        made: list[Tensor | None] = []
         for parameter, _ in before:
             parameter.grad = None
-        made: list[Tensor | None] = [None] * len(before)
+        is_done = False
         try:
-            yield
-            made = [parameter.grad for parameter, _ in before]
+            yield made
+            is_done = True
         finally:
-            with torch.no_grad():
-                for (parameter, gradient), added in zip(before, made, strict=True):
-                    if added is None or not gradient.is_sparse:
-                        parameter.grad = gradient if added is None else gradient.add_(added)
-                    else:
-                        parameter.grad = added + gradient
+            for parameter, gradient in before:
+                added, parameter.grad = parameter.grad, gradient
+                if is_done and id(parameter) in goes_out:
+                    made.append(added)
+                elif is_done and added is not None:
+                    _accumulate(parameter, added)
 
     def _statistics(self) -> list[Tensor]:
         return [
@@ -97,6 +106,15 @@ class Undo:
             self._copies = [buffer.clone() for buffer in statistics]
         elif copies:
             copy_all(statistics, copies)
+
+
+def _accumulate(parameter: nn.Parameter, added: Tensor) -> None:
+    before = parameter.grad
+    if before is None or before.is_sparse:
+        parameter.grad = added if before is None else added + before
+    else:
+        with torch.no_grad():
+            before.add_(added)
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:
