@@ -387,8 +387,8 @@ def _other_state(rank: int) -> list[str]:
     model.factor = 1 + rank
     said.append(_raised(lambda: pipe.step(*given, **named)))
     model.factor = 1
-    odd = torch.device("cpu") if rank == 0 else None
-    said.append(_raised(lambda: pipe.step(*given, **named, **({"scale": odd} if odd else {}))))
+    odd = {"scale": 1j} if rank == 0 else {}
+    said.append(_raised(lambda: pipe.step(*given, **named, **odd)))
     said.append(_raised(lambda: pipe.step(*given, **named)))
     pipe.close()
     return said
@@ -401,7 +401,8 @@ def test_a_rank_whose_model_is_in_another_state_is_told(two_ranks: RankPool) -> 
     assert "rank 1 calls under another autocast than rank 0" in first[1]
     assert "rank 1 calls under another autocast than rank 0" in second[1]
     assert "the model does something else on this rank" in second[2]
-    assert first[3] != "nothing"
+    assert first[3].startswith("BatchError: rank 1 lacks a part of the batch, and rank 0 cannot")
+    assert "(kwargs['scale'] is a complex)" in first[3]
     assert first[4] == second[4] == "nothing"
 
 
