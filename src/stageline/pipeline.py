@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -12,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from stageline.errors import ConfigError, original_errors
+from stageline.errors import ConfigError
 from stageline.partitioning.plan import Plan
-from stageline.partitioning.recorded import CutModel, Example, cut_any, cut_planned
+from stageline.partitioning.recorded import CutModel, Example, cut_any, cut_by_plan
 from stageline.partitioning.sharing import find_shared
-from stageline.partitioning.sources import StageLike, StageSource, read_stages
+from stageline.partitioning.sources import StageLike, held_modules, read_stages
 from stageline.partitioning.splits import Split
 from stageline.partitioning.weighing import Balance
 from stageline.planning import Proposal, forecast
@@ -108,6 +107,8 @@ class Pipeline:
             automatically if left out.
         keep_outputs: Whether ``step`` returns the outputs of the batch beside its loss.
         share_outputs: Whether outputs reach every process, or stay on that of the last stage.
+        deferred_batch_norm: Whether every BatchNorm updates its running statistics once, when the
+            call has ended, with those of the whole batch; it normalises by microbatch all the same.
         timeout: Seconds to wait for another process to build its part of the pipeline.
         heartbeat_timeout: Seconds without a sign of life after which a process counts as dead. One
             that is alive and slow is waited for.
@@ -142,6 +143,7 @@ class Pipeline:
         transport: str | ThreadTransport | None = None,
         keep_outputs: bool = False,
         share_outputs: bool = True,
+        deferred_batch_norm: bool = False,
         timeout: float = 1800.0,
         heartbeat_timeout: float = 30.0,
         observer: Observer | None = None,
@@ -168,6 +170,7 @@ class Pipeline:
             transport=transport,
             keep_outputs=keep_outputs,
             share_outputs=share_outputs,
+            deferred_batch_norm=deferred_batch_norm,
             timeout=timeout,
             heartbeat_timeout=heartbeat_timeout,
             observer=observer,
@@ -178,16 +181,11 @@ class Pipeline:
         builders = Builders(settings.join(settings.world()), asked)
         with builders.together():
             if plan is not None:
-                cut, faults = _planned(plan, model, split, example)
+                cut, faults = cut_by_plan(plan, model, split, example)
             else:
-                wanted = self._default_split(settings) if split is None else split
+                wanted = settings.default_split() if split is None else split
                 cut, faults = cut_any(model, wanted, example, builders.decide)
             self._assemble("sl.Pipeline", cut, settings, contradictions + faults, builders)
-
-    @staticmethod
-    def _default_split(settings: Settings) -> int | None:
-        world = settings.world()
-        return settings.ranks if world is None else world.size
 
     @classmethod
     def from_stages(
@@ -241,7 +239,7 @@ class Pipeline:
     ) -> None:
         """Check everything and report all faults at once; then build plan and engine."""
         world, sources = settings.world(), cut.sources
-        shared, shared_faults = find_shared(_held(sources))
+        shared, shared_faults = find_shared(held_modules(sources))
         faults = [*faults, *shared_faults, *settings.find_faults()]
         parts = None
         if sources:
@@ -251,7 +249,7 @@ class Pipeline:
             raise ConfigError(what, faults)
         is_made = assembly.materialise(cut, parts, settings.init_stage, what)
         if is_made:
-            shared, _ = find_shared(_held(cut.sources))  # the tensors are others now
+            shared, _ = find_shared(held_modules(cut.sources))  # the tensors are others now
 
         self._settings = settings
         self.training = True
@@ -281,6 +279,7 @@ class Pipeline:
             ties=ties,
             streams=assembly.streams(sources, self._stages, settings),
             recordings=assembly.recordings(cut.staged, self._stages, parts, ties),
+            defers_statistics=settings.deferred_batch_norm,
         )
 
     @property
@@ -316,7 +315,7 @@ class Pipeline:
             kwargs: The keyword arguments of the model.
         """
         trains = self.training and torch.is_grad_enabled()
-        with self._errors():
+        with self._settings.errors():
             return self._engine.step(
                 args, kwargs, target, trains=trains, observer=self._settings.observer
             )
@@ -330,13 +329,10 @@ class Pipeline:
         engine, observer = self._engine, self._settings.observer
         in_one_process = isinstance(engine.runner, ThreadRunner)
         trains = self.training and torch.is_grad_enabled() and self.schedule.has_backward
-        with self._errors():
+        with self._settings.errors():
             if trains and in_one_process:
-                return differentiable.call(engine, args, kwargs, observer, self._errors)
+                return differentiable.call(engine, args, kwargs, observer, self._settings.errors)
             return engine.infer(args, kwargs, observer)
-
-    def _errors(self) -> AbstractContextManager[None]:
-        return original_errors() if self._settings.original_errors else nullcontext()
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put the pipeline and all modules of its stages into training mode."""
@@ -401,31 +397,3 @@ class Pipeline:
             f"{schedule.num_microbatches} microbatches{outlook}\n"
             f"{self.plan.table()}"
         )
-
-
-def _held(sources: Sequence[StageSource]) -> list[tuple[int, str, nn.Module]]:
-    return [(i, s.prefix, s.module) for i, s in enumerate(sources) if s.module is not None]
-
-
-def _planned(
-    plan: object, model: object, split: object, example: Example
-) -> tuple[CutModel, list[str]]:
-    """Return the stages of a plan that the user made, and what contradicts it."""
-    if not isinstance(plan, Plan):
-        return CutModel(), [f"plan: wanted what sl.partition returns, got {type(plan).__name__}"]
-    given = [
-        name
-        for name, value in (
-            ("split", split),
-            ("example_args", example.args),
-            ("example_kwargs", example.kwargs),
-            ("memory_limit", example.memory_limit),
-        )
-        if value is not None
-    ]
-    faults = [f"{name}: the plan has said that already: leave it out" for name in given]
-    if plan.graph is None:
-        return CutModel(), [*faults, "plan: it only describes a pipeline: use sl.partition(...)"]
-    if model is not None and model is not plan.graph.model:
-        faults.append("model: the plan is for another model: leave it out")
-    return cut_planned(plan), faults

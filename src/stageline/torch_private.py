@@ -50,6 +50,9 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_store
 
+# What all BatchNorm layers are, whatever their number of dimensions.
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+
 # Whether somebody listens to every module there is.
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -88,6 +91,7 @@ __all__ = [
     "NESTED_BACKWARDS",
     "SUPPORTED_NODES",
     "WRAPPER_OF_COMPILED",
+    "BatchNorm",
     "DisableTorchFunction",
     "FakeTensorMode",
     "GetAttrKey",

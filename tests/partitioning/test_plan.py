@@ -91,6 +91,34 @@ def test_of_many_values_that_cross_the_largest_is_shown() -> None:
     assert "float32 [4, 9] +1 more, 148 B  1 Linear (1)" in Plan((first, last)).table()
 
 
+NORMALISED = (
+    "each microbatch is normalised alone; running statistics are updated by each in turn, with "
+    "deferred_batch_norm=True once by the whole batch"
+)
+
+
+def test_the_table_says_how_batch_norm_sees_the_batch() -> None:
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(norm, nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False))
+    plan = partition(capture_sequential(model), 3)
+    assert plan.table().splitlines()[-1] == f"BatchNorm in stages 0 and 2: {NORMALISED}"
+    norm.eval()  # frozen
+    assert plan.table().splitlines()[-1] == f"BatchNorm in stage 2: {NORMALISED}"
+
+
+def test_of_layers_that_normalise_each_row_nothing_is_said() -> None:
+    model = nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True), nn.LayerNorm(4))
+    assert "normalised" not in partition(capture_sequential(model), 2).table()
+    frozen = nn.Sequential(nn.BatchNorm1d(4)).eval()
+    assert "normalised" not in partition(capture_sequential(frozen), 1).table()
+
+
+def test_a_batch_norm_of_another_process_is_known() -> None:
+    elsewhere = dataclasses.replace(stage(1, 1, count=8), has_batch_norm=True)
+    table = Plan((stage(0, 0, "Linear", count=20), elsewhere)).table()
+    assert table.splitlines()[-1] == f"BatchNorm in stage 1: {NORMALISED}"
+
+
 def test_equal_plans_are_equal_whatever_their_modules() -> None:
     assert partition(transformer(), 2) == partition(transformer(), 2)
     assert partition(transformer(), 2) != partition(transformer(), 3)

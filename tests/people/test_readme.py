@@ -24,6 +24,7 @@ README = ROOT / "README.md"
 SCRIPTS = running(README.read_text())  # each is a script of its own
 SEQUELS = [  # pages whose blocks go on from one another
     *sorted((ROOT / "docs" / "guide").glob("*.md")),
+    *sorted((ROOT / "docs" / "migrating").glob("*.md")),
     ROOT / "docs" / "understanding" / "schedules.md",
     ROOT / "docs" / "understanding" / "costs.md",
 ]

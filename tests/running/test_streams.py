@@ -115,12 +115,26 @@ def test_the_users_own_random_numbers_are_untouched(closing: list[sl.Pipeline]) 
     torch.manual_seed(1)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # type: ignore[index]
     pipe.step(x, target=y)
-    pipe(x).sum().backward()
+    with torch.no_grad():
+        pipe(x)
     pipe.eval().step(x, target=y)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert np.array_equal(np.random.get_state()[1], before[2])  # type: ignore[index]
     assert torch.random.default_generator is torch._C.default_generator  # type: ignore[attr-defined]
+
+
+def test_a_call_that_can_be_differentiated_takes_one_number(closing: list[sl.Pipeline]) -> None:
+    """It is the seed of all its draws, so that manual_seed before the call repeats them."""
+    pipe = pipeline()
+    closing.append(pipe)
+    x, _ = batch()
+    torch.manual_seed(1)
+    pipe(x).sum().backward()
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    torch.empty((), dtype=torch.int64).random_()
+    assert torch.equal(torch.get_rng_state(), after)
 
 
 def test_evaluation_does_not_shift_what_training_draws(closing: list[sl.Pipeline]) -> None:

@@ -1,4 +1,5 @@
 """The front doors of older systems, translated to ``Pipeline``.
 
-The room is still empty. What moves in here translates arguments and names, and contains no engine.
+Each is a package with the module paths of the original: a script changes the first word of its
+imports. A door translates arguments and names, and contains no engine.
 """

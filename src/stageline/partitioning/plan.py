@@ -14,6 +14,7 @@ from stageline.errors import ConfigError
 from stageline.partitioning.amounts import show_bytes
 from stageline.partitioning.costs import BlockCosts
 from stageline.partitioning.saving import Origin, SavedPlan, differences, read_plan
+from stageline.partitioning.sharing import normalises_batches
 from stageline.wording import aligned, from_to, shares
 
 
@@ -32,6 +33,7 @@ class StagePlan:
         time: Estimated nanoseconds of forward and backward, if known.
         activation_bytes: What one microbatch like the example keeps for backward, if known.
         receives: What crosses the cut before it, if known.
+        has_batch_norm: Whether it had a BatchNorm that trains when the plan was made.
     """
 
     index: int
@@ -44,6 +46,14 @@ class StagePlan:
     time: int | None = None
     activation_bytes: int | None = None
     receives: tuple[Crossing, ...] = ()
+    has_batch_norm: bool = False
+
+    @property
+    def normalises_batches(self) -> bool:
+        """Whether a BatchNorm in it normalises by what it is given; another process may know."""
+        if self.module is None:
+            return self.has_batch_norm
+        return normalises_batches(self.module)
 
 
 @dataclass(frozen=True)
@@ -161,7 +171,7 @@ class Plan:
             title: cells for title, cells in columns.items() if title not in optional or any(cells)
         }
         table = aligned(known, left=("device", "receives", "calls"))
-        return "\n".join([table, *(_tie(tie) for tie in self.ties)])
+        return "\n".join([table, *map(_tie, self.ties), *_batch_norm(self.stages)])
 
     def __str__(self) -> str:
         return self.table()
@@ -215,6 +225,7 @@ def _stage(
         time=load.time,
         activation_bytes=load.activation_bytes,
         receives=tuple(graph.crossing(begin)) if begin else (),
+        has_batch_norm=normalises_batches(module),
     )
 
 
@@ -249,7 +260,33 @@ def _calls(names: Sequence[str]) -> str:
     return f"{from_to(names)} ({len(names)})" if names else "in another process"
 
 
+def _batch_norm(stages: Sequence[StagePlan]) -> list[str]:
+    """Return what is to be known of the BatchNorms that train, in one line.
+
+    Example:
+        >>> _batch_norm([StagePlan(0, 0, "", ("0 BatchNorm1d",), nn.BatchNorm1d(2), 4)])[0][:59]
+        'BatchNorm in stage 0: each microbatch is normalised alone; '
+    """
+    having = [stage.index for stage in stages if stage.normalises_batches]
+    if not having:
+        return []
+    return [
+        f"BatchNorm in {_named(having)}: each microbatch is normalised alone; running statistics "
+        "are updated by each in turn, with deferred_batch_norm=True once by the whole batch"
+    ]
+
+
 def _tie(tie: Tie) -> str:
-    *first, last = (str(stage) for stage in tie.stages)
     counted = f", {tie.num_parameters:,} parameters counted in each" if tie.num_parameters else ""
-    return f"tied: {' = '.join(tie.names)} in stages {', '.join(first)} and {last}{counted}"
+    return f"tied: {' = '.join(tie.names)} in {_named(tie.stages)}{counted}"
+
+
+def _named(stages: Sequence[int]) -> str:
+    """Return stages by their numbers.
+
+    Example:
+        >>> _named([2]), _named([0, 1, 3])
+        ('stage 2', 'stages 0, 1 and 3')
+    """
+    *first, last = map(str, stages)
+    return f"stages {', '.join(first)} and {last}" if first else f"stage {last}"

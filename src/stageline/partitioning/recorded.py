@@ -191,3 +191,27 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]
+
+
+def cut_by_plan(
+    plan: object, model: object, split: object, example: Example
+) -> tuple[CutModel, list[str]]:
+    """Return the stages of a plan that the user made, and what contradicts it."""
+    if not isinstance(plan, Plan):
+        return CutModel(), [f"plan: wanted what sl.partition returns, got {type(plan).__name__}"]
+    given = [
+        name
+        for name, value in (
+            ("split", split),
+            ("example_args", example.args),
+            ("example_kwargs", example.kwargs),
+            ("memory_limit", example.memory_limit),
+        )
+        if value is not None
+    ]
+    faults = [f"{name}: the plan has said that already: leave it out" for name in given]
+    if plan.graph is None:
+        return CutModel(), [*faults, "plan: it only describes a pipeline: use sl.partition(...)"]
+    if model is not None and model is not plan.graph.model:
+        faults.append("model: the plan is for another model: leave it out")
+    return cut_planned(plan), faults

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _Memory = tuple[bool, int]  # whether the number is an address, or the identity of the tensor
 _Place = tuple[_Memory, int, int]  # which memory, first byte, byte after the last
 
@@ -148,8 +149,29 @@ def _view(tensor: Tensor) -> object:
 
 
 def keeps_statistics(module: nn.Module) -> bool:
-    """Whether calling a module, a BatchNorm or one like it, would change its buffers."""
-    return module.training and bool(getattr(module, "track_running_stats", False))
+    """Whether calling a module, a BatchNorm or one like it, would change its buffers.
+
+    One that changes them after a call, and not in its ``forward``, says so: ``defers_statistics``.
+    """
+    defers = getattr(module, "defers_statistics", False)
+    return module.training and not defers and bool(getattr(module, "track_running_stats", False))
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module is a BatchNorm, or one like it; InstanceNorm normalises each row alone."""
+    return hasattr(module, "track_running_stats") and not isinstance(module, _INSTANCE_NORMS)
+
+
+def normalises_batches(module: nn.Module) -> bool:
+    """Whether a module holds a BatchNorm that normalises by what it is given.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        >>> normalises_batches(model), normalises_batches(model.eval())
+        (True, False)
+    """
+    norms = filter(is_batch_norm, module.modules())
+    return any(norm.training or norm.running_mean is None for norm in norms)
 
 
 def _who(shared: Shared) -> str:

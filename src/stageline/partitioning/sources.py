@@ -238,3 +238,8 @@ def _source(index: int, stage: StageLike | None) -> StageSource:
     module = stage if isinstance(stage, nn.Module) else FunctionModule(stage)
     name = module.extra_repr() if isinstance(module, FunctionModule) else type(module).__name__
     return StageSource(module, (name,), prefix)
+
+
+def held_modules(sources: Sequence[StageSource]) -> list[tuple[int, str, nn.Module]]:
+    """Return index, name prefix and module of each stage that this process was given."""
+    return [(i, s.prefix, s.module) for i, s in enumerate(sources) if s.module is not None]

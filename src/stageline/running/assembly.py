@@ -16,7 +16,7 @@ from stageline.capturing.streams.tracking import numbers_of_copy
 from stageline.errors import ConfigError
 from stageline.partitioning import Plan, StagePlan
 from stageline.partitioning.recorded import CutModel
-from stageline.partitioning.sharing import Shared
+from stageline.partitioning.sharing import Shared, normalises_batches
 from stageline.partitioning.sources import StageSource
 from stageline.running.allocator import keep_freed_memory
 from stageline.running.building import Builders
@@ -211,9 +211,13 @@ def describe(cut: CutModel, held: HeldStages, parts: Parts) -> Plan:
         if source.module is not None:
             count = sum(parameter.numel() for parameter in source.module.parameters())
         device = str(parts.devices[rank])
-        here = StagePlan(index, rank, device, source.calls, modules.get(index), count)
+        module = modules.get(index)
+        has_batch_norm = source.module is not None and normalises_batches(source.module)
+        here = StagePlan(
+            index, rank, device, source.calls, module, count, has_batch_norm=has_batch_norm
+        )
         if known:
-            here = replace(known[index], rank=rank, device=device, module=modules.get(index))
+            here = replace(known[index], rank=rank, device=device, module=module)
         stages.append(here)
     ties = () if cut.plan is None else cut.plan.ties
     return Plan(tuple(stages), ties=ties)
@@ -305,6 +309,7 @@ def facts(
         "the settings": {
             "keep_outputs": settings.keep_outputs,
             "share_outputs": settings.share_outputs,
+            "deferred_batch_norm": settings.deferred_batch_norm,
             "batch_dims": str(settings.batch_dims),
             "loss_reduction": str(settings.loss_reduction)
             if isinstance(settings.loss_reduction, str)

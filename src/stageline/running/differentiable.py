@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from stageline.errors import PipeError
-from stageline.running.engine import DifferentiableRun, Engine
+from stageline.running.caller_graph import DifferentiableRun
+from stageline.running.engine import Engine
 from stageline.running.events import Observer
 from stageline.torch_private import engine_will_run
 

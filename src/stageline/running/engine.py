@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,20 +14,28 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import BatchError, PipeError, ScheduleError
+from stageline.running.batch_norm import deferred
 from stageline.running.boundary import Packet
 from stageline.running.caller import CallerState
+from stageline.running.caller_graph import (
+    DifferentiableRun,
+    Unchanged,
+    accumulate_inputs,
+    input_gradients,
+    refuse_history,
+)
 from stageline.running.control.agreement import ROWS, Facts
 from stageline.running.events import Observer
 from stageline.running.executor import BoundRow, StepState
 from stageline.running.foreign import ForeignParameters
 from stageline.running.forward_modes import ForwardModes
 from stageline.running.loss import LossRule
-from stageline.running.merging import MergeOutputs
+from stageline.running.merging import MergedOutputs, MergeOutputs
 from stageline.running.microbatches import BatchDims, Microbatches, MicrobatchSizes
 from stageline.running.processes import ProcessRunner
 from stageline.running.program import StageProgram
 from stageline.running.recordings import Chosen, Recordings
-from stageline.running.result import StepResult
+from stageline.running.result import LossValues, StepResult
 from stageline.running.runner import Runner
 from stageline.running.shipping import Given, Shipping, has_data
 from stageline.running.signature import facts_of
@@ -35,7 +43,6 @@ from stageline.running.streams.calls import CallStreams, Streams, generator_unto
 from stageline.running.ties import Ties
 from stageline.running.timetable import Purpose, Timetable, halves
 from stageline.running.undoing import Undo
-from stageline.torch_private import run_backward
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class Engine:
         foreign: Which stages each parameter of the model belongs to.
         ties: What stages share.
         streams: Where random numbers come from.
+        defers_statistics: Whether BatchNorms count the whole batch once, when a call has ended.
     """
 
     programs: Mapping[int, StageProgram]
@@ -72,6 +80,7 @@ class Engine:
     ties: Ties
     streams: Streams
     recordings: Recordings | None = None
+    defers_statistics: bool = False
     _busy: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -109,14 +118,14 @@ class Engine:
             batch = self._cut(args, kwargs, target, purpose)
             self.ties.refresh()
             states = self._states(batch, purpose, self.loss_rule)
-            with self.undo.on_failure(purpose):
+            with self.undo.on_failure(purpose), self._statistics(states):
                 self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
                 last = states.get(self._last_rank)
                 outputs = self._outputs(last, batch) if self.keeps_outputs else None
                 loss = self.runner.finish()
             first = states.get(self._placement[0])
             if first is not None:
-                _accumulate(first)
+                accumulate_inputs(first)
             assert loss is not None
             return StepResult(loss=loss, outputs=outputs, num_microbatches=batch.count)
 
@@ -129,9 +138,10 @@ class Engine:
             batch = self._cut(args, kwargs, None, purpose)
             self.ties.refresh()
             states = self._states(batch, purpose, None)
-            self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
-            outputs = self._outputs(states.get(self._last_rank), batch)
-            self.runner.finish()
+            with self._statistics(states):
+                self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
+                outputs = self._outputs(states.get(self._last_rank), batch)
+                self.runner.finish()
             return None if outputs is None else outputs()
 
     def differentiate(
@@ -148,12 +158,12 @@ class Engine:
             self.ties.refresh()
             states = self._states(batch, purpose, None)
             rows = [halves(row) for row in self.timetable.rows(batch.count, purpose)]
-            self._run([forward for forward, _ in rows], states, observer, purpose)
+            with self._statistics(states):
+                self._run([forward for forward, _ in rows], states, observer, purpose)
             outputs = states[self._last_rank].outputs
             packets = [outputs.pop(index) for index in range(batch.count)]
         backwards = [later for _, later in rows]
-
-        seen = [(leaf, _version(leaf)) for leaf in batch.tensors()]
+        unchanged = Unchanged(batch)
 
         def backward(gradients: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
             if not states:
@@ -161,11 +171,7 @@ class Engine:
                     "the graphs of this call are gone: it was differentiated before. Call the "
                     "pipeline again; retain_graph=True does not reach into it"
                 )
-            if any(_version(leaf) != version for leaf, version in seen):
-                raise PipeError(
-                    "the batch was modified in place between the call and its backward, which "
-                    "needs it as it was: pass a copy, or change it later"
-                )
+            unchanged.check()
             mine = dict(states)
             states.clear()
             last = mine[self._last_rank]
@@ -179,7 +185,7 @@ class Engine:
                 modes.restored(),
             ):
                 self._run(backwards, mine, observer, purpose, modes.caller)
-            return _input_gradients(mine[self._placement[0]])
+            return input_gradients(mine[self._placement[0]])
 
         inputs = [leaf for leaf in batch.input_tensors() if leaf.requires_grad]
         return DifferentiableRun(packets, inputs, batch.sizes, backward)
@@ -200,7 +206,8 @@ class Engine:
         caller: CallerState | None = None,
     ) -> None:
         """Run rows, and give tied parameters their gradients."""
-        streams = next(iter(states.values())).streams  # of the call: all ranks have the same
+        of_call = next(iter(states.values()))  # all ranks have the same streams and statistics
+        streams = of_call.streams
         with ExitStack() as stack:
             if purpose.builds_graph and self.ties.has_parameters:
                 stack.enter_context(self.ties.summed(self.runner))
@@ -213,7 +220,15 @@ class Engine:
             last = states.get(self._last_rank)
             if last is not None and last.loss_rule is not None:
                 # Now, while earlier ranks still run: in a moment all may wait for this one.
-                self.runner.note_loss(last.losses.total())
+                losses = last.losses
+                self.runner.note_loss(LossValues(losses.total(), losses.each()))
+            if of_call.statistics is not None:
+                of_call.statistics.combine()
+
+    def _statistics(self, states: Mapping[int, StepState]) -> AbstractContextManager[None]:
+        """Let running statistics change when the call has ended, if the user asked for it."""
+        programs = self.programs.values()
+        return deferred(programs, states.values(), is_wanted=self.defers_statistics)
 
     def _cut(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, purpose: Purpose
@@ -245,7 +260,7 @@ class Engine:
                 sizes=self.sizes,
             )
             if purpose is Purpose.TRAIN:
-                _refuse_history(batch)
+                refuse_history(batch)
             cut.append(batch)
             return told(batch)
 
@@ -328,12 +343,12 @@ class Engine:
         number = self.streams.completed[purpose.name]
         return self.streams.of_call(purpose.name, lambda: self.runner.seed, number)
 
-    def _outputs(self, last: StepState | None, batch: Microbatches) -> _Merged | None:
+    def _outputs(self, last: StepState | None, batch: Microbatches) -> MergedOutputs | None:
         """Return the outputs of the batch where they are wanted; every rank merges for itself."""
         parts = None if last is None else [last.outputs.pop(i).value() for i in range(batch.count)]
         if self.shares_outputs:
             parts = self.runner.share(parts, owner=self._last_rank)
-        return None if parts is None else _Merged(parts, batch.sizes, self.merge)
+        return None if parts is None else MergedOutputs(parts, batch.sizes, self.merge)
 
     @contextmanager
     def _call(self, counted: Purpose | None = None) -> Iterator[None]:
@@ -377,77 +392,9 @@ class Engine:
             )
 
 
-@dataclass(frozen=True)
-class DifferentiableRun:
-    """The outputs of all microbatches, and what takes their gradients back through the pipeline.
-
-    Attributes:
-        packets: The output of each microbatch.
-        inputs: The arguments of the model that require a gradient.
-        sizes: The rows of each microbatch.
-        backward: Takes the gradients of the outputs, returns those of the inputs.
-    """
-
-    packets: list[Packet]
-    inputs: list[Tensor]
-    sizes: list[int]
-    backward: Callable[[Sequence[Sequence[Tensor | None]]], list[Tensor | None]]
-
-
-class _Merged:
-    """The outputs of the microbatches as those of the batch; merged once, when first asked for."""
-
-    def __init__(self, parts: Sequence[Any], sizes: Sequence[int], merge: MergeOutputs) -> None:
-        self._parts: Sequence[Any] | None = parts
-        self._sizes = sizes
-        self._merge = merge
-        self._value: Any = None
-
-    def __call__(self) -> Any:
-        if self._parts is not None:
-            self._value = self._merge(self._parts, self._sizes)
-            self._parts = None
-        return self._value
-
-
 _running: ContextVar[tuple[Engine, ...]] = ContextVar("_running", default=())
 """The pipelines whose calls the current thread is in, as a caller or as a rank."""
 
 
 def _drawn_seed() -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-
-
-def _accumulate(first: StepState) -> None:
-    """Give the arguments of the model their gradients, as ``loss.backward()`` would."""
-    gradients = _input_gradients(first)
-    if not gradients:
-        return
-    wanting = [leaf for leaf in first.microbatches.input_tensors() if leaf.requires_grad]
-    pairs = [
-        (leaf, gradient)
-        for leaf, gradient in zip(wanting, gradients, strict=True)
-        if gradient is not None
-    ]
-    if pairs:
-        run_backward(*zip(*pairs, strict=True))
-
-
-def _refuse_history(batch: Microbatches) -> None:
-    """Each microbatch has its own backward; only one could walk a graph behind the batch."""
-    for leaf in batch.tensors():
-        if leaf.grad_fn is not None:
-            raise BatchError(
-                f"an argument of step has a graph behind it ({leaf.grad_fn.name()}), which a step "
-                "would not train: pass it detached, or use out = pipe(x) and differentiate that"
-            )
-
-
-def _input_gradients(state: StepState) -> list[Tensor | None]:
-    """Return the gradients of the model's arguments that require one."""
-    per_microbatch = [state.input_gradients.pop(i) for i in sorted(state.input_gradients)]
-    return state.microbatches.join_gradients(per_microbatch) if per_microbatch else []
-
-
-def _version(leaf: Tensor) -> int:
-    return 0 if leaf.is_inference() else leaf._version

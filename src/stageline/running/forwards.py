@@ -186,20 +186,21 @@ def _run(
     mode: Splitting | None = None,
 ) -> Packet | None:
     """Call a stage; return what goes to the next one, None if it is the last."""
-    if arrived is None:
-        output = call_first(state, program, microbatch, mode)
-    elif arrived.spec is None and arrived.differentiable[0]:  # by far the most common packet
-        tensor = arrived.leaves[0]
-        output = call_stage(
-            state, program, microbatch, _entered(state, program, microbatch, tensor, mode), mode
-        )
-    else:
-        several = enter(arrived)
-        if several.slot is not None:
-            state.slots[program.index, microbatch] = several.slot
-        output = call_stage(state, program, microbatch, several.value, mode)
-        several.check()
-        del several
+    with state.counting(program, microbatch):
+        if arrived is None:
+            output = call_first(state, program, microbatch, mode)
+        elif arrived.spec is None and arrived.differentiable[0]:  # by far the most common packet
+            tensor = arrived.leaves[0]
+            entered = _entered(state, program, microbatch, tensor, mode)
+            output = call_stage(state, program, microbatch, entered, mode)
+            del entered
+        else:
+            several = enter(arrived)
+            if several.slot is not None:
+                state.slots[program.index, microbatch] = several.slot
+            output = call_stage(state, program, microbatch, several.value, mode)
+            several.check()
+            del several
     if program.is_last:
         finish(state, program, microbatch, output, mode)
         return None

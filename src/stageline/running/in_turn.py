@@ -116,7 +116,9 @@ class Tempo:
 
 def can_run_in_turn(state: StepState) -> bool:
     """Whether a call needs no cut: it ends in a loss, or builds no graph."""
-    if state.streams is not None or (state.builds_graph and state.loss_rule is None):
+    if state.streams is not None or state.statistics is not None:
+        return False
+    if state.builds_graph and state.loss_rule is None:
         return False
     # Whose parameters a stage uses is seen in its own graph only.
     return not state.builds_graph or all(map(state.foreign.is_known, state.programs))

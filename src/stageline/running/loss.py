@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -110,11 +111,13 @@ class Losses:
         >>> losses.note(1, torch.tensor(2.0), 0.75)
         >>> losses.total()
         tensor(1.7500)
+        >>> losses.each()
+        tensor([1., 2.])
     """
 
     def __init__(self) -> None:
         self._numbers: dict[int, tuple[Any, float, torch.dtype]] = {}
-        self._tensors: dict[int, Tensor] = {}
+        self._tensors: dict[int, tuple[Tensor, float]] = {}
         self._shape = torch.Size()
 
     def note(self, microbatch: int, loss: Tensor, weight: float) -> None:
@@ -124,12 +127,12 @@ class Losses:
             self._shape = loss.shape
         else:
             # Not the loss itself, whose storage may be as large as what it was reduced from.
-            self._tensors[microbatch] = _weighed(loss.detach(), weight)
+            self._tensors[microbatch] = (loss.detach().clone(), weight)
 
     def total(self) -> Tensor:
         """Add up the weighed losses, first microbatch first, as a plain loop would."""
         if not self._numbers:
-            return _added(self._tensors)
+            return _added({index: _weighed(*kept) for index, kept in self._tensors.items()})
         kept = [self._numbers[index] for index in range(len(self._numbers))]
         _, weight, dtype = kept[0]
         is_even = bool(weight) and all(each[1:] == (weight, dtype) for each in kept)
@@ -143,6 +146,16 @@ class Losses:
             for index, (value, weight, dtype) in enumerate(kept)
         }
         return _added(parts).reshape(self._shape)
+
+    def each(self) -> Tensor:
+        """Return all losses as they were, first microbatch first, in one tensor."""
+        if not self._numbers:
+            return torch.stack([self._tensors[index][0] for index in range(len(self._tensors))])
+        kept = [self._numbers[index] for index in range(len(self._numbers))]
+        # The dtype that holds all of them, should they differ.
+        dtype = reduce(torch.promote_types, {dtype for _, _, dtype in kept})
+        values = [value for value, _, _ in kept]
+        return torch.tensor(values, dtype=dtype, device="cpu").reshape(-1, *self._shape)
 
 
 def _added(parts: Mapping[int, Tensor]) -> Tensor:

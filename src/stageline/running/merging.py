@@ -74,3 +74,19 @@ def _merge_leaf(leaves: tuple[Any, ...], sizes: Sequence[int], dim: int | None) 
 def _other_sizes(leaf: Tensor, dim: int) -> tuple[int, ...]:
     dim %= leaf.dim()
     return (*leaf.shape[:dim], *leaf.shape[dim + 1 :])
+
+
+class MergedOutputs:
+    """The outputs of the microbatches as those of the batch; merged once, when first asked for."""
+
+    def __init__(self, parts: Sequence[Any], sizes: Sequence[int], merge: MergeOutputs) -> None:
+        self._parts: Sequence[Any] | None = parts
+        self._sizes = sizes
+        self._merge = merge
+        self._value: Any = None
+
+    def __call__(self) -> Any:
+        if self._parts is not None:
+            self._value = self._merge(self._parts, self._sizes)
+            self._parts = None
+        return self._value

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stageline.errors import PipeError, StagelineError, StepError
 from stageline.running.boundary import Packet, leave
@@ -22,8 +21,9 @@ from stageline.running.control.agreement import DRAWS, PURPOSE, ROWS, Facts
 from stageline.running.cores import cores_for_each, use_threads
 from stageline.running.events import Observer
 from stageline.running.executor import BoundRow, StepState, run_row
+from stageline.running.result import LossValues
 from stageline.running.runner import Runner, forward_window
-from stageline.running.signature import number_to_json, told_seed
+from stageline.running.signature import told_seed
 from stageline.running.timetable import Purpose
 from stageline.running.transports.base import Aborted, Edge, Endpoint, ProcessTransport
 from stageline.scheduling import Schedule
@@ -65,7 +65,7 @@ class ProcessRunner(Runner):
         self._made_up_seed = seed
         self.where = f"processes, {transport.name}"
         self._endpoint: Endpoint | None = None
-        self._loss: tuple[Tensor | None, str | None] = (None, None)
+        self._loss: tuple[LossValues | None, str | None] = (None, None)
         self._most_threads = cores_for_each()
         self._purpose = Purpose.TRAIN
         self._is_begun = False
@@ -159,10 +159,10 @@ class ProcessRunner(Runner):
         for rank, receipt in receipts.items():
             receipt.read(readers[rank])
 
-    def note_loss(self, loss: Tensor) -> None:
-        self._loss = (loss, number_to_json(loss))
+    def note_loss(self, loss: LossValues) -> None:
+        self._loss = (loss, loss.text())
 
-    def finish(self) -> Tensor | str | None:
+    def finish(self) -> LossValues | str | None:
         loss, text = self._loss
         told = self._member.finish_with(text)
         self._is_begun, self.is_over = False, True

@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stageline.running.boundary import Packet
 from stageline.running.caller import CallerState, refuse_foreign_modes
@@ -19,6 +18,7 @@ from stageline.running.cores import share_of_threads, use_threads
 from stageline.running.events import Observer
 from stageline.running.executor import BoundRow, StepState, run_row
 from stageline.running.in_turn import Tempo, are_apart, can_run_in_turn, run_in_turn
+from stageline.running.result import LossValues
 from stageline.running.timetable import Purpose
 from stageline.running.transports.base import ThreadTransport
 from stageline.running.transports.memory import MemoryTransport
@@ -103,14 +103,14 @@ class Runner(ABC):
         """Return, on every rank, the value that the owner's rank has."""
 
     @abstractmethod
-    def note_loss(self, loss: Tensor) -> None:
-        """Take the loss of a call, which all ranks will know when it has ended."""
+    def note_loss(self, loss: LossValues) -> None:
+        """Take the losses of a call, which all ranks will know when it has ended."""
 
     @abstractmethod
-    def finish(self) -> Tensor | str | None:
+    def finish(self) -> LossValues | str | None:
         """End a call on all ranks or on none.
 
-        Return its loss, if it has one: the tensor, or what the rank that has it says of it.
+        Return its losses, if it has any: the tensors, or what the rank that has them says of them.
         """
 
     @abstractmethod
@@ -145,7 +145,7 @@ class ThreadRunner(Runner):
         self._forward_window = forward_window(schedule)
         self._on_cpu = on_cpu
         self._pool: WorkerPool | None = None
-        self._loss: Tensor | None = None
+        self._loss: LossValues | None = None
         self._placement = schedule.placement
         self._tempos: dict[tuple[bool, bool, int], Tempo | None] = {}
         self._takes_turns = on_cpu and isinstance(transport, MemoryTransport)
@@ -230,10 +230,10 @@ class ThreadRunner(Runner):
     def share(self, value: Any, *, owner: int) -> Any:
         return value
 
-    def note_loss(self, loss: Tensor) -> None:
+    def note_loss(self, loss: LossValues) -> None:
         self._loss = loss
 
-    def finish(self) -> Tensor | None:
+    def finish(self) -> LossValues | None:
         loss, self._loss = self._loss, None
         return loss
 

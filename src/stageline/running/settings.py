@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from stageline.errors import ScheduleError
+from stageline.errors import ScheduleError, original_errors
 from stageline.planning.searching import find_schedule
 from stageline.running.control import Member, join
 from stageline.running.events import Observer
@@ -56,6 +57,7 @@ class Settings:
     transport: str | ThreadTransport | None = None
     keep_outputs: bool = False
     share_outputs: bool = True
+    deferred_batch_norm: bool = False
     timeout: float = 1800.0
     heartbeat_timeout: float = 30.0
     observer: Observer | None = None
@@ -83,6 +85,15 @@ class Settings:
             heartbeat_timeout=silence,
             name=world.name,
         )
+
+    def default_split(self) -> int | None:
+        """Return the number of stages if the user names none: one per process, or per rank."""
+        world = self.world()
+        return self.ranks if world is None else world.size
+
+    def errors(self) -> AbstractContextManager[None]:
+        """Return what calls run in: errors of the user's code keep their type if wanted."""
+        return original_errors() if self.original_errors else nullcontext()
 
     def find_faults(self) -> list[str]:
         """Return what is wrong with the settings, whatever the model."""
@@ -120,6 +131,7 @@ class Settings:
             for name, value in (
                 ("keep_outputs", self.keep_outputs),
                 ("share_outputs", self.share_outputs),
+                ("deferred_batch_norm", self.deferred_batch_norm),
                 ("unpack_tuples", self.unpack_tuples),
                 ("original_errors", self.original_errors),
             )

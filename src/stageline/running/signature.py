@@ -106,8 +106,8 @@ def _sample_in_place(tensor: Tensor) -> Any:
 
 
 def number_to_json(number: Tensor) -> str:
-    """Return a tensor of one element as JSON, to the last bit."""
-    plain = number.detach().cpu()
+    """Return a tensor of a few elements as JSON, to the last bit."""
+    plain = number.detach().cpu().contiguous()
     dtype = str(number.dtype).removeprefix("torch.")
     content = ctypes.string_at(plain.data_ptr(), plain.nbytes).hex()
     return json.dumps([dtype, list(number.shape), content])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from stageline.capturing.direct.calls import Call
 from stageline.capturing.direct.entrances import Entrance
+from stageline.running.batch_norm import DeferredStatistics
 from stageline.running.boundary import GradientSlot, Packet, Root
 from stageline.running.foreign import ForeignParameters
 from stageline.running.loss import Losses, LossRule
@@ -26,6 +28,7 @@ from stageline.running.transports.base import Endpoint, Receipt
 from stageline.torch_private import saved_tensor_hooks
 
 Key = tuple[int, int]  # stage, microbatch
+_AT_ONCE = nullcontext()  # a BatchNorm updates its running statistics itself
 
 
 class StepState:
@@ -46,6 +49,7 @@ class StepState:
         outputs: Output of each microbatch, detached, where the caller wants it.
         chosen: Of a recorded model, what each microbatch follows.
         streams: Where random numbers come from; None if nothing here can draw.
+        statistics: Running statistics that change when the call ends; None if all change at once.
         endpoint: This rank's side of the transport; the runner sets it when rows begin.
         autocast: The device types for which forward runs under autocast.
         waited: Seconds spent waiting for packets in the current action; None if nobody observes.
@@ -83,6 +87,7 @@ class StepState:
         self.returns: dict[Key, Packet | None] = {}
         self.deferred: dict[Key, Deferred] = {}
         self.again = Inputs()
+        self.statistics: DeferredStatistics | None = None
         self.input_gradients: dict[int, Sequence[Tensor | None]] = {}
         self.losses = Losses()
         self.outputs: dict[int, Packet] = {}
@@ -164,7 +169,18 @@ class StepState:
         return self._known_layers[index]
 
     def _is_followed(self, program: StageProgram) -> bool:
+        if self._defers_statistics(program):
+            return True
         return self.streams is not None and self.streams.follows(program.index)
+
+    def _defers_statistics(self, program: StageProgram) -> bool:
+        return self.statistics is not None and self.statistics.follows(program.index)
+
+    def counting(self, program: StageProgram, microbatch: int) -> AbstractContextManager[Any]:
+        """Return what notes the running statistics of a microbatch while its stage runs."""
+        if self.statistics is None or not self._defers_statistics(program):
+            return _AT_ONCE
+        return self.statistics.watching(program.index, microbatch)
 
     def takes_leaf(self, program: StageProgram) -> bool:
         """Whether values may enter a stage as leaves; asked of it once in a step.

@@ -1,7 +1,7 @@
-"""Compiled code runs uncompiled while a pipeline draws: it would use the generator all ranks share.
+"""Compiled code runs uncompiled where a pipeline follows its calls, for draws or for statistics.
 
-The compiler would also trace through what follows calls and redirects draws, and keep the keys of
-one microbatch for all others.
+What draws would use the generator that all ranks share. The compiler would also trace through what
+follows calls and redirects draws, and keep the keys of one microbatch for all others.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from stageline import log
 from stageline.capturing.interception import compiler_off
 from stageline.torch_private import COMPILED_CALL, WRAPPER_OF_COMPILED, compiler_is_loaded
 
+DRAWS = (
+    "the pipeline draws random numbers, and compiled code would draw them from a generator that "
+    "all ranks share: set dropout to 0, or leave the module uncompiled"
+)
 _warned: WeakSet[nn.Module] = WeakSet()  # each is spoken of once
 
 
@@ -32,12 +36,17 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 @contextmanager
-def uncompiled(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let everything run uncompiled, also functions; ``modules`` are those that are compiled."""
+def uncompiled(modules: Sequence[nn.Module], reason: str = DRAWS) -> Iterator[None]:
+    """Let everything run uncompiled, also functions.
+
+    Args:
+        modules: Those that are compiled.
+        reason: For people: why, and what to do.
+    """
     if not compiler_is_loaded():
         yield
         return
-    _warn(modules)
+    _warn(modules, reason)
     in_place = [module for module in modules if not _is_wrapper(module)]
     calls = [getattr(module, COMPILED_CALL) for module in in_place]
     try:
@@ -50,14 +59,9 @@ def uncompiled(modules: Sequence[nn.Module]) -> Iterator[None]:
             setattr(module, COMPILED_CALL, call)
 
 
-def _warn(modules: Sequence[nn.Module]) -> None:
+def _warn(modules: Sequence[nn.Module], reason: str) -> None:
     for module in modules:
         if module not in _warned:
             _warned.add(module)
             inner = next(module.children()) if _is_wrapper(module) else module
-            log.warning(
-                0,
-                f"a compiled {type(inner).__name__} runs uncompiled, because the pipeline draws "
-                "random numbers, and compiled code would draw them from a generator that all ranks "
-                "share: set dropout to 0, or leave the module uncompiled",
-            )
+            log.warning(0, f"a compiled {type(inner).__name__} runs uncompiled, because {reason}")

@@ -1,0 +1,5 @@
+"""``torchgpipe.batchnorm``."""
+
+from stageline.compat.fairscale.nn.pipe.batchnorm import DeferredBatchNorm
+
+__all__ = ["DeferredBatchNorm"]

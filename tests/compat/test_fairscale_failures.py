@@ -1,0 +1,149 @@
+"""What goes wrong in a Pipe: exceptions of layers keep their type, the rest is said clearly."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stageline.compat.fairscale.nn import Pipe
+from stageline.compat.fairscale.nn.pipe import is_recomputing
+from stageline.errors import CaptureError, EdgeError, PipeError, StepError
+from tests.compat.loops import differences, plain, twins
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Expected(Exception):
+    """What a test's layer raises."""
+
+
+class Raises(nn.Module):
+    def __init__(self, when: Callable[[], bool] = lambda: True) -> None:
+        super().__init__()
+        self.when = when
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.when():
+            raise Expected("from a layer")
+        return x
+
+
+def test_an_exception_keeps_its_type_and_the_pipe_goes_on() -> None:
+    fails = [True]
+    model = nn.Sequential(nn.Linear(2, 2), Raises(lambda: fails[0]), nn.Linear(2, 2))
+    pipe, twin = twins(model, [1, 1, 1], chunks=3)
+    x = torch.randn(6, 2)
+    with pytest.raises(Expected, match="from a layer"):
+        pipe(x)
+    fails[0] = False
+    pipe(x).sum().backward()
+    plain(twin, x, 3).sum().backward()
+    assert list(differences(pipe, twin)) == []
+
+
+def test_an_exception_of_a_recompute_keeps_its_type() -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), Raises(is_recomputing)), [1, 1], chunks=2)
+    output = pipe(torch.randn(4, 2))
+    with pytest.raises(Expected, match="from a layer"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_what_is_no_exception_does_not_hang(kind: type[BaseException]) -> None:
+    """In both originals the worker dies of it and the caller waits for ever."""
+
+    class Leaves(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise kind
+
+    with pytest.raises(kind):
+        Pipe(nn.Sequential(nn.Linear(2, 2), Leaves()), [1, 1], chunks=2)(torch.randn(4, 2))
+
+
+def test_a_failure_stops_earlier_partitions() -> None:
+    failed, calls = threading.Event(), [0]
+
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if calls[0]:
+                failed.wait(10)
+                time.sleep(0.01)  # the failure is on its way
+            calls[0] += 1
+            return x
+
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            failed.set()
+            raise Expected
+
+    pipe = Pipe(nn.Sequential(Counts(), Fails()), [1, 1], chunks=50)
+    with pytest.raises(Expected):
+        pipe(torch.randn(50, 1))
+    assert calls[0] < 50
+
+
+class Counts(nn.Module):
+    """Counts its calls in a buffer."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+class DrawsFromNumpy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(np.random.rand())
+
+
+@pytest.mark.parametrize(("kind", "cause"), [(Counts, EdgeError), (DrawsFromNumpy, CaptureError)])
+def test_what_cannot_be_recomputed_is_refused(
+    kind: type[nn.Module], cause: type[Exception]
+) -> None:
+    """In both originals the gradient is silently that of another forward, or counts are twice."""
+    x = torch.randn(4, 2)
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), kind()), [1, 1], chunks=2)
+    with pytest.raises(StepError, match='checkpoint="never" recomputes nothing') as caught:
+        pipe(x)
+    assert isinstance(caught.value.__cause__, cause)
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), kind()), [1, 1], chunks=2, checkpoint="never")
+    pipe(x).sum().backward()
+
+
+def test_outputs_that_cannot_be_joined_are_refused() -> None:
+    class Grows(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            self.calls += 1
+            return (x,) * self.calls
+
+    with pytest.raises(ValueError, match="tuples of different lengths"):
+        Pipe(nn.Sequential(Grows()), [1], chunks=2)(torch.randn(4, 2))
+
+
+def test_what_a_pipe_cannot_do_is_an_error() -> None:
+    pipe = Pipe(
+        nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)), [1, 1], chunks=2, checkpoint="never"
+    )
+    x = torch.randn(4, 6, requires_grad=True)
+    loss = pipe(x).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(PipeError, match="Call the pipeline again; retain_graph=True does not"):
+        loss.backward()
+    with pytest.raises(PipeError, match=r"call .backward\(\) without inputs= instead of torch"):
+        torch.autograd.grad(pipe(x).sum(), [x])
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(pipe(x).sum(), list(pipe.parameters()))
+    assert all(each.grad is not None for each in pipe.parameters())
