@@ -479,6 +479,21 @@ def test_seeds_are_compared_when_a_new_recording_draws(two_ranks: RankPool) -> N
         assert said[1].startswith("PeerError: rank 1 has another seed than rank 0")
 
 
+def _on_meta_and_seeded_differently(rank: int) -> str:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    torch.manual_seed(100 + rank)
+    said = _raised(lambda: sl.Pipeline(model, split=2, loss_fn=F.mse_loss, timeout=30))
+    torch.manual_seed(0)
+    return said
+
+
+def test_a_model_that_is_made_real_needs_one_seed(two_ranks: RankPool) -> None:
+    """Its weights are drawn when it is built: stages of one model with the seeds of two."""
+    for said in two_ranks.run(_on_meta_and_seeded_differently):
+        assert said.startswith("PeerError: rank 1 has another seed than rank 0")
+
+
 def test_the_data_of_threads_is_that_of_all_ranks() -> None:
     pipe = sl.Pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), split=2, loss_fn=F.mse_loss)
     with pytest.raises(sl.BatchError, match="needs a target for loss_fn"):
