@@ -248,7 +248,8 @@ class Pipeline:
             faults += more
         if faults or parts is None:
             raise ConfigError(what, faults)
-        if assembly.materialise(cut, parts, settings.init_stage, what):
+        is_made = assembly.materialise(cut, parts, settings.init_stage, what)
+        if is_made:
             shared, _ = find_shared(held_modules(cut.sources))  # the tensors are others now
 
         self._settings = settings
@@ -262,7 +263,9 @@ class Pipeline:
         self._engine = Engine(
             programs=assembly.programs(self._stages, parts, settings.unpack_tuples),
             timetable=parts.timetable,
-            runner=assembly.runner_for(sources, shared, settings, builders, parts),
+            runner=assembly.runner_for(
+                sources, shared, settings, builders, parts, has_drawn=is_made
+            ),
             loss_rule=LossRule(settings.loss_fn, settings.loss_reduction),
             batch_dims=settings.batch_dims,
             sizes=settings.microbatch_sizes,

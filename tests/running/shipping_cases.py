@@ -126,5 +126,15 @@ def trained(rank: int, where: str, settings: dict[str, Any]) -> list[str]:
         if not torch.equal(loss, wanted.loss):
             wrong.append(f"{name}: loss")
         wrong += [f"{name}: {parameter}" for parameter in differing(pipe, plain)]
+    pipe.eval()
+    plain.eval()
+    x, mask, _ = batch(11)
+    with torch.no_grad():
+        parts = zip(x.tensor_split(3), mask.tensor_split(3), strict=True)
+        outputs = torch.cat([plain(*part) for part in parts])
+    for _ in range(2):
+        given, _ = handed(where, rank, (x, mask))
+        if not torch.equal(pipe(*given), outputs):
+            wrong.append("inference")
     pipe.close()
     return wrong

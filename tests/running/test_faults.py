@@ -224,7 +224,7 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
         {"width": 5},
         "the parameters: 1.weight is float32 (4, 4) on rank 0 and float32 (5, 4)",
     ),
-    "split": ({"split": [2, 1]}, "the arguments: split is [1, 2] on rank 0 and [2, 1] on rank 1"),
+    "split": ({"split": [2, 2]}, "the arguments: split is [1, 3] on rank 0 and [2, 2] on rank 1"),
     "schedule": ({"schedule": "gpipe"}, "differ in the schedule: the row of rank"),
     "microbatches": (
         {"num_microbatches": 3},
@@ -237,11 +237,11 @@ DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
 
 def _differs(rank: int, transport: str, said: dict[str, Any]) -> str:
     """Build and run a pipeline; return what was raised."""
-    given: dict[str, Any] = {"width": 4, "seed": 0, "batch_seed": 1, "split": [1, 2]}
+    given: dict[str, Any] = {"width": 4, "seed": 0, "batch_seed": 1, "split": [1, 3]}
     given |= {"schedule": "1f1b", "num_microbatches": 4, **(said if rank == 1 else {})}
     width, seed, batch_seed = given.pop("width"), given.pop("seed"), given.pop("batch_seed")
     torch.manual_seed(seed)
-    layers = [nn.Linear(4, 4), nn.Linear(4, width), nn.Linear(width, 4)]
+    layers = [nn.Linear(4, 4), nn.Linear(4, width), nn.Linear(width, 4), nn.Dropout()]
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(batch_seed))
     try:
         pipe = sl.Pipeline(

@@ -387,8 +387,8 @@ def _other_state(rank: int) -> list[str]:
     model.factor = 1 + rank
     said.append(_raised(lambda: pipe.step(*given, **named)))
     model.factor = 1
-    odd = torch.device("cpu") if rank == 0 else None
-    said.append(_raised(lambda: pipe.step(*given, **named, **({"scale": odd} if odd else {}))))
+    odd = {"scale": 1j} if rank == 0 else {}
+    said.append(_raised(lambda: pipe.step(*given, **named, **odd)))
     said.append(_raised(lambda: pipe.step(*given, **named)))
     pipe.close()
     return said
@@ -401,7 +401,8 @@ def test_a_rank_whose_model_is_in_another_state_is_told(two_ranks: RankPool) -> 
     assert "rank 1 calls under another autocast than rank 0" in first[1]
     assert "rank 1 calls under another autocast than rank 0" in second[1]
     assert "the model does something else on this rank" in second[2]
-    assert first[3] != "nothing"
+    assert first[3].startswith("BatchError: rank 1 lacks a part of the batch, and rank 0 cannot")
+    assert "(kwargs['scale'] is a complex)" in first[3]
     assert first[4] == second[4] == "nothing"
 
 
@@ -476,6 +477,21 @@ def test_seeds_are_compared_when_a_new_recording_draws(two_ranks: RankPool) -> N
     for said in two_ranks.run(_seeded_differently_and_recorded_late):
         assert said[0] == "nothing"
         assert said[1].startswith("PeerError: rank 1 has another seed than rank 0")
+
+
+def _on_meta_and_seeded_differently(rank: int) -> str:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    torch.manual_seed(100 + rank)
+    said = _raised(lambda: sl.Pipeline(model, split=2, loss_fn=F.mse_loss, timeout=30))
+    torch.manual_seed(0)
+    return said
+
+
+def test_a_model_that_is_made_real_needs_one_seed(two_ranks: RankPool) -> None:
+    """Its weights are drawn when it is built: stages of one model with the seeds of two."""
+    for said in two_ranks.run(_on_meta_and_seeded_differently):
+        assert said.startswith("PeerError: rank 1 has another seed than rank 0")
 
 
 def test_the_data_of_threads_is_that_of_all_ranks() -> None:

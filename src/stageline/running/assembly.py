@@ -350,8 +350,13 @@ def runner_for(
     settings: Settings,
     builders: Builders,
     parts: Parts,
+    *,
+    has_drawn: bool,
 ) -> Runner:
-    """Return who plays the ranks: threads of this process, or this process as one of many."""
+    """Return who plays the ranks: threads of this process, or this process as one of many.
+
+    ``has_drawn``: whether weights were set here, with random numbers that depend on the seed.
+    """
     on_cpu = all(device.type == "cpu" for device in parts.devices)
     if on_cpu:
         keep_freed_memory()
@@ -364,7 +369,7 @@ def runner_for(
     wanted = settings.transport if isinstance(settings.transport, str) else None
     carrier = builders.agree(
         facts(sources, shared, settings, parts),
-        draws=_may_draw_as_built(sources, settings),
+        draws=has_drawn or _may_draw_as_built(sources, settings),
         transport=wanted if on_cpu else "process-group",
         placement=parts.placement,
     )

@@ -329,7 +329,7 @@ class Settings:
 
 
 def _ranks_fault(ranks: int | None, world: World) -> str:
-    if world.members:
+    if world.members:  # a part of the world
         return f"ranks={ranks}, but group has {world.size} processes: leave ranks out"
     return (
         f"ranks={ranks}, but torchrun started {world.size} processes: start as many processes as "

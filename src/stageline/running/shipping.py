@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from stageline.capturing.inputs import ambient_key
 from stageline.errors import BatchError, EdgeError, PeerError
@@ -28,9 +28,11 @@ from stageline.running.processes import ProcessRunner
 from stageline.running.recordings import Chosen, Recordings
 from stageline.running.timetable import Purpose
 from stageline.torch_private import tree_flatten
+from stageline.wording import a_kind
 
 _ARGUMENTS, _TARGETS = 0, 1  # the values that one rank tells another in a call
 _DATA = (Tensor, Replicated, np.ndarray)
+_COMMON = (Tensor, nn.Parameter, type(None), bool, int, float, str)  # leaves that can be sent
 
 
 def has_data(*values: Any) -> bool:
@@ -185,7 +187,7 @@ class Shipping:
             told = _told(recordings, batch, chosen, builds_graph)
             for rank in lacking:
                 used = recordings.inputs(self._stages[rank], {each.variant for each in chosen})
-                self._tell(rank, _ARGUMENTS, {**told, **_arguments(used, chosen)})
+                self._tell(batch, rank, _ARGUMENTS, {**told, **_arguments(used, chosen)})
         return chosen
 
     def _followed(
@@ -228,20 +230,22 @@ class Shipping:
         if callable(self._loss_rule.reduction):
             weights = [self._loss_rule.weight(batch, index) for index in indices]
         targets = [batch.target(index) for index in indices]
-        self._tell(self._last, _TARGETS, {"targets": targets, "weights": weights})
+        self._tell(batch, self._last, _TARGETS, {"targets": targets, "weights": weights})
         return batch
 
     def _now(self, purpose: Purpose) -> Settled:
         return self._settled[purpose] if self._new is None else self._new[1]
 
-    def _tell(self, rank: int, number: int, value: Mapping[str, Any]) -> None:
+    def _tell(self, batch: Microbatches, rank: int, number: int, value: Mapping[str, Any]) -> None:
         try:
             self._runner.tell(rank, number, value)
         except EdgeError as cause:
-            what = "a target" if number == _TARGETS else "the arguments of the model"
+            leaves = batch.named_leaves()
+            strange = [f"{name} is {a_kind(x)}" for name, x in leaves if type(x) not in _COMMON]
             raise BatchError(
-                f"rank {rank} was not given {what}, and rank {self._rank} cannot send it what it "
-                f"needs: {cause}. Pass the whole batch on every rank"
+                f"rank {rank} lacks a part of the batch, and rank {self._rank} cannot send it what "
+                f"it needs ({'; '.join(strange) or cause}). Pass the whole batch on every rank, or "
+                "only tensors, numbers, strings, truth values and None"
             ) from cause
 
 
@@ -279,7 +283,7 @@ def _told(
 def _arguments(used: Mapping[int, str], chosen: Sequence[Chosen]) -> dict[str, Any]:
     """Return the arguments that the stages of a rank use."""
     return {
-        "count": len(chosen[0].leaves),
+        "count": max(len(each.leaves) for each in chosen),
         "places": list(used),
         "leaves": [[each.leaves[place] for place in used] for each in chosen],
     }

@@ -62,7 +62,10 @@ class World:
             raise ConfigError("sl.Pipeline", [finding]) from cause
         if rank < 0:
             raise ConfigError("sl.Pipeline", [f"group: {_OUTSIDE}"])
-        return cls(rank, len(members), members) if len(members) > 1 else None
+        if members == tuple(range(dist.get_world_size())):
+            members = ()  # all of it, as if no group were named
+        size = dist.get_world_size(group)
+        return cls(rank, size, members) if size > 1 else None
 
     @property
     def name(self) -> str:
