@@ -20,6 +20,7 @@ from stageline import log
 from stageline.errors import StepError
 from stageline.running.autocast import autocast_devices
 from stageline.running.backwards import backward, input_gradient, weight_gradient
+from stageline.running.current import CURRENT
 from stageline.running.events import ActionDone, Observer
 from stageline.running.forwards import (
     forward,
@@ -179,6 +180,8 @@ def run_row(row: BoundRow, state: StepState, observer: Observer | None = None) -
         raise StepError(
             rank=row.rank, stage=action.stage, microbatch=action.microbatch, action=str(action)
         ) from cause
+    finally:
+        CURRENT.microbatch = None
 
 
 def _observed(

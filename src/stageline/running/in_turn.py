@@ -22,6 +22,7 @@ from stageline.errors import StepError
 from stageline.running.autocast import autocast_devices
 from stageline.running.backwards import differentiate
 from stageline.running.caller import refuse_foreign_modes, step_modes
+from stageline.running.current import CURRENT
 from stageline.running.forwards import call_first, call_stage, finish, weighed_loss
 from stageline.running.program import StageProgram
 from stageline.running.state import StepState
@@ -166,6 +167,8 @@ def run_in_turn(placement: Sequence[int], states: Mapping[int, StepState]) -> No
         raise StepError(
             rank=rank, stage=stage, microbatch=microbatch, action=action, hint=hint
         ) from cause
+    finally:
+        CURRENT.microbatch = None
 
 
 def _differentiate(

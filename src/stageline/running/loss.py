@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -78,6 +78,8 @@ class LossRule:
         function: Any = self.function
         if function is None:
             return True
+        while isinstance(function, partial):
+            function = function.func
         if any(getattr(F, each.__name__, None) is not each for each in _FUNCTIONS):
             return False  # somebody has put another one in its place
         if not isinstance(function, nn.Module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -157,6 +158,8 @@ def function_may_draw(function: Callable[..., Any] | None) -> bool:
     """
     if function is None:
         return False
+    if isinstance(function, partial):  # of what it was given, only the function can draw
+        return function_may_draw(function.func)
     if isinstance(function, nn.Module):
         return Candidates.among(function.modules()).may_draw()
     known: Any = getattr(F, getattr(function, "__name__", ""), None)

@@ -1,0 +1,437 @@
+"""``pippy.IR``: split points, and the Pipe that a model becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from stageline.capturing.graph import Cuttable
+from stageline.capturing.marks import CutPoint
+from stageline.capturing.recorded import capture
+from stageline.capturing.stage import TABLES
+from stageline.capturing.staged import VariantStage
+from stageline.compat.pippy import printing
+from stageline.compat.pippy.microbatch import active_specs
+from stageline.compat.pippy.ModelSplit import SplitPolicy
+from stageline.errors import ConfigError
+from stageline.partitioning.named import cuts_beside_calls
+from stageline.partitioning.plan import Plan
+
+if TYPE_CHECKING:
+    from stageline.compat.pippy.stage import PipelineStage
+
+__all__ = [
+    "LossWrapper",
+    "Pipe",
+    "PipeInfo",
+    "PipeSequential",
+    "PipeSplitWrapper",
+    "PipeStageModule",
+    "SplitPoint",
+    "TrivialLossWrapper",
+    "annotate_split_points",
+    "pipe_split",
+    "pipeline",
+]
+
+_POINTS = "pippy_split_points"  # an attribute of an annotated model
+_OF_BATCH = (
+    *("example_args", "example_kwargs", "split_policy"),
+    *("args_chunk_spec", "kwargs_chunk_spec", "output_chunk_spec"),
+)
+_SIDES = {"BEGINNING": "begin", "END": "end"}
+
+
+class SplitPoint(Enum):
+    """On which side of each call of a module a stage ends."""
+
+    BEGINNING = 1
+    END = 2
+
+
+class PipeSplitWrapper:
+    """Where PiPPy 0.1 and 0.2 had SplitPoint."""
+
+    SplitPoint = SplitPoint
+
+
+def pipe_split() -> None:
+    """End a stage here; written in ``forward``. Outside of a pipe it does nothing."""
+    CutPoint()(None)
+
+
+def annotate_split_points(mod: nn.Module, spec: Mapping[str, Any]) -> None:
+    """Say where stages end: before or after each call of a module.
+
+    The model computes as before. ``pipeline`` and ``Pipe.from_tracing`` read the annotation.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> annotate_split_points(model, {"1": SplitPoint.END})
+        >>> Pipe.from_tracing(model, 2, example_args=(torch.zeros(4, 4),)).num_stages
+        2
+
+    Args:
+        mod: The model.
+        spec: ``{"layers.4": SplitPoint.BEGINNING}``.
+
+    Raises:
+        AttributeError: The model has no such module.
+        ValueError: A value is no SplitPoint.
+    """
+    points = {**getattr(mod, _POINTS, {}), **_checked(mod, spec)}
+    setattr(mod, _POINTS, points)
+
+
+def _checked(model: nn.Module, spec: Mapping[str, Any]) -> dict[str, str]:
+    """Return the side of each module on which stages end."""
+    sides = {}
+    for name, point in spec.items():
+        parts = name.split(".")
+        for count in range(1, len(parts) + 1):
+            path = ".".join(parts[:count])
+            if not _has_module(model, path):
+                raise AttributeError(
+                    f"Specified target {name} referenced nonexistent module {path}"
+                )
+        if getattr(point, "name", None) not in _SIDES:
+            raise ValueError(
+                f"Unknown split point type. {name!r}: wanted SplitPoint.BEGINNING or "
+                f"SplitPoint.END, got {point!r}"
+            )
+        sides[name] = _SIDES[point.name]
+    return sides
+
+
+def _has_module(model: nn.Module, path: str) -> bool:
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def pipeline(module: nn.Module, *args: Any, **kwargs: Any) -> Pipe:
+    """Cut a model into stages, as its split points say.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        >>> pipe = pipeline(model, (torch.zeros(2, 4),), split_spec={"2": SplitPoint.BEGINNING})
+        >>> pipe.num_stages
+        2
+
+    It is called as in ``torch.distributed.pipelining``, with an example of a microbatch, or as in
+    PiPPy, with the number of microbatches and an example of a batch::
+
+        pipeline(module, mb_args, mb_kwargs=None, split_spec=None, split_policy=None)
+        pipeline(module, num_chunks, example_args, example_kwargs=None, split_spec=None,
+                 split_policy=None)
+
+    ``pipe_split()`` in the model's code and ``annotate_split_points`` count besides ``split_spec``.
+    """
+    if _is_pippys(args, kwargs):
+        return _pipeline_of_batch(module, *args, **kwargs)
+    return _pipeline_of_microbatch(module, *args, **kwargs)
+
+
+def _is_pippys(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    return isinstance(args[0] if args else kwargs.get("num_chunks"), int)
+
+
+def _pipeline_of_batch(
+    module: nn.Module,
+    num_chunks: int,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    split_spec: Mapping[str, Any] | None = None,
+    split_policy: Callable[..., Any] | None = None,
+    *,
+    args_chunk_spec: Any = None,
+    kwargs_chunk_spec: Any = None,
+    output_chunk_spec: Any = None,
+) -> Pipe:
+    """PiPPy's ``pipeline``."""
+    of_args, of_kwargs = active_specs()
+    pipe = _pipeline_of_microbatch(module, example_args, example_kwargs, split_spec, split_policy)
+    pipe.num_chunks = num_chunks
+    pipe.args_chunk_spec = of_args if args_chunk_spec is None else args_chunk_spec
+    pipe.kwargs_chunk_spec = of_kwargs if kwargs_chunk_spec is None else kwargs_chunk_spec
+    pipe.output_chunk_spec = output_chunk_spec
+    return pipe
+
+
+def _pipeline_of_microbatch(
+    module: nn.Module,
+    mb_args: tuple[Any, ...] = (),
+    mb_kwargs: Mapping[str, Any] | None = None,
+    split_spec: Mapping[str, Any] | None = None,
+    split_policy: Callable[..., Any] | None = None,
+) -> Pipe:
+    """torch's ``pipeline``."""
+    if split_spec is not None and split_policy is not None:
+        raise ValueError(
+            "Cannot specify both `split_spec` and `split_policy`. Please use only one of them."
+        )
+    if split_policy is not None and not isinstance(split_policy, SplitPolicy):
+        raise TypeError(
+            "split_policy: a function that changes an fx graph has nothing to change here, as "
+            "modules stay whole: use split_into_equal_size(n), split_on_size_threshold(n), "
+            "split_spec, or pipe_split() in the model's code"
+        )
+    sides = {**getattr(module, _POINTS, {}), **_checked(module, split_spec or {})}
+    graph = capture(module, mb_args, mb_kwargs)
+    plan = _cut(graph, sides) if split_policy is None else split_policy(graph)
+    return Pipe(plan, sides if split_policy is None else None)
+
+
+def _cut(graph: Cuttable, sides: Mapping[str, str]) -> Plan:
+    """Cut a graph beside the calls of some modules, and wherever its code says ``pipe_split``."""
+    graph = graph.opened_at(list(sides))
+    cuts, faults = cuts_beside_calls(graph, sides) if sides else ([], [])
+    faults += graph.findings
+    if faults:
+        raise ConfigError("pipeline", faults)
+    points = {mark.begin for mark in graph.marks if mark.kind == "cut"}
+    places = sorted({*cuts, *points} - {0, graph.num_nodes})
+    return Plan.of(graph, places, range(len(places) + 1), opened=list(sides))
+
+
+@dataclass(frozen=True)
+class PipeInfo:
+    """What is known of a pipe without its weights.
+
+    Attributes:
+        graph: How stages call each other; prints as the code of the pipe.
+        num_stages: How many there are.
+        has_loss_and_backward: Always False: a schedule has the loss.
+        num_chunks: The number of microbatches, if the pipe was made with it.
+        pipe: The pipe itself.
+    """
+
+    graph: str
+    num_stages: int
+    has_loss_and_backward: bool
+    num_chunks: int | None
+    pipe: Pipe
+
+
+class PipeSequential(nn.Sequential):
+    """An ``nn.Sequential`` whose children are the stages."""
+
+    @staticmethod
+    def from_sequential(sequential_instance: nn.Sequential) -> PipeSequential:
+        return PipeSequential(*sequential_instance)
+
+    def forward(self, input: Any) -> Any:
+        for index, module in enumerate(self):
+            if index:
+                pipe_split()
+            input = module(input)
+        return input
+
+
+class LossWrapper(nn.Module):
+    """A model and its loss as one module; a subclass says in ``forward`` how they are called."""
+
+    def __init__(self, module: nn.Module, loss_fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.loss_fn = loss_fn
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            "This instance of LossWrapper does not have an overridden forward(). Please implement "
+            "forward() to specify the arguments, connection between the module and loss, and loss "
+            "output value."
+        )
+
+
+class TrivialLossWrapper(LossWrapper):
+    """Calls the model with ``x``, and the loss with its output and ``targets``."""
+
+    def forward(self, x: Any, targets: Any) -> Any:
+        return self.loss_fn(self.module(x), targets)
+
+
+class PipeStageModule(nn.Module):
+    """One stage of a pipe: modules of the model, under their names in it.
+
+    Called, it runs what the model's code does between two split points: given what earlier stages
+    have made and the arguments of the model that it uses, it returns what later stages need.
+    """
+
+    def __init__(self, stage: VariantStage, text: Callable[[], str]) -> None:
+        super().__init__()
+        # The same tables, so that moving one to a device moves both.
+        vars(self).update({table: vars(stage)[table] for table in TABLES})
+        self.training = stage.training
+        self.index = stage.index
+        self._code, self._follow, self._text = stage.module_of, stage.train, text
+
+    def forward(self, *args: Any) -> Any:
+        return self._code()(*args)
+
+    def train(self, mode: bool = True) -> PipeStageModule:
+        self.training = mode
+        self._follow(mode)
+        return self
+
+    def __repr__(self) -> str:
+        return self._text()
+
+
+class Pipe(nn.Module):
+    """A model in stages.
+
+    Attributes:
+        plan: The same for ``sl.Pipeline(plan=...)``.
+        split_gm: Holds the stages as ``submod_0``, ``submod_1``; prints as the pipe.
+        num_stages: How many stages.
+        num_chunks: How many microbatches ``PipelineStage(pipe, ...)`` makes when it is called.
+        replicated_params: For each parameter that several stages use, its name in each of them.
+            Its gradient is the sum of what all of them make, on each.
+    """
+
+    def __init__(self, plan: Plan, sides: Mapping[str, str] | None) -> None:
+        super().__init__()
+        self.plan = plan
+        self.num_stages = plan.num_stages
+        self.num_chunks: int | None = None
+        self.args_chunk_spec: Any = None
+        self.kwargs_chunk_spec: Any = None
+        self.output_chunk_spec: Any = None
+        self.has_loss_and_backward = False
+        self.loss_spec: Any = None
+        self._sides = sides
+        self._texts: list[str] | None = None
+        self.split_gm = _SplitModule(self)
+        for index, stage in sorted(plan.parts.held.items()):
+            self.split_gm.add_module(f"submod_{index}", PipeStageModule(stage, self._text(index)))
+        self.replicated_params = self._replicated()
+
+    @staticmethod
+    def from_tracing(mod: nn.Module, *args: Any, **kwargs: Any) -> Pipe:
+        """Cut a model where it is annotated; called as torch's, or as PiPPy's with num_chunks.
+
+        ::
+
+            Pipe.from_tracing(mod, example_args, example_kwargs=None, split_policy=None)
+            Pipe.from_tracing(mod, num_chunks, example_args, example_kwargs=None,
+                              split_policy=None, args_chunk_spec=None, kwargs_chunk_spec=None,
+                              output_chunk_spec=None)
+        """
+        if not _is_pippys(args, kwargs):
+            return _traced(mod, *args, **kwargs)
+        if "num_chunks" in kwargs:
+            args = (kwargs.pop("num_chunks"), *args)
+        num_chunks, *others = args
+        named = dict(zip(_OF_BATCH, others, strict=False))
+        return _pipeline_of_batch(mod, num_chunks, **named, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run all stages one after the other in this process: what the model returns."""
+        made = self.plan.run(*args, **kwargs)
+        return made if isinstance(made, (tuple, list, dict)) else (made,)
+
+    def get_stage_module(self, stage_idx: int) -> PipeStageModule:
+        """Return the module of one stage: for its optimizer, its weights, its mode."""
+        if not 0 <= stage_idx < self.num_stages:
+            raise ValueError(f"Invalid stage index {stage_idx}!")
+        stage = self.split_gm.get_submodule(f"submod_{stage_idx}")
+        assert isinstance(stage, PipeStageModule)
+        return stage
+
+    def build_stage(
+        self,
+        stage_index: int,
+        device: torch.device | str,
+        group: ProcessGroup | None = None,
+    ) -> PipelineStage:
+        """Return one stage for a schedule."""
+        from stageline.compat.pippy.stage import PipelineStage  # it needs Pipe
+
+        return PipelineStage(self, stage_index, device, group)
+
+    def info(self) -> PipeInfo:
+        return PipeInfo(
+            printing.pipe_code(self.plan),
+            self.num_stages,
+            self.has_loss_and_backward,
+            self.num_chunks,
+            self,
+        )
+
+    def print_readable(self) -> None:
+        """Print the pipe and the code of every stage."""
+        print(self)
+        for index in range(self.num_stages):
+            print(f"\n{self.get_stage_module(index)}")
+
+    def remap_qualname(self, qualname: str) -> str:
+        """Return the model's name for a name in a state_dict of this pipe."""
+        name = qualname.removeprefix("split_gm.")
+        return name.partition(".")[2] if name.startswith("submod_") else name
+
+    def _text(self, index: int) -> Callable[[], str]:
+        def text() -> str:
+            if self._texts is None:
+                self._texts = printing.stage_texts(self.plan, self._opened())
+            return self._texts[index]
+
+        return text
+
+    def _opened(self) -> Plan | None:
+        """Return the same stages with all modules open, to be printed: down to layers."""
+        if self._sides is None:
+            return None
+        graph = self.plan.graph
+        try:
+            opened = _cut(graph.opened_at(graph.module_names), self._sides)
+        except (RuntimeError, ValueError):  # code that cannot be recorded stays closed
+            return None
+        return opened if opened.num_stages == self.num_stages else None
+
+    def _replicated(self) -> list[dict[str, str]]:
+        users: dict[int, dict[str, str]] = {}
+        for stage, module in self.split_gm.named_children():
+            for name, parameter in module.named_parameters():
+                users.setdefault(id(parameter), {})[stage] = name
+        return [names for names in users.values() if len(names) > 1]
+
+    def __repr__(self) -> str:
+        return printing.pipe_text(self.plan, [self._text(i)() for i in range(self.num_stages)])
+
+
+def _traced(
+    mod: nn.Module,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    split_policy: Callable[..., Any] | None = None,
+) -> Pipe:
+    """torch's ``Pipe.from_tracing``."""
+    return _pipeline_of_microbatch(mod, example_args, example_kwargs, None, split_policy)
+
+
+class _SplitModule(nn.Module):
+    """Holds the stages of a pipe."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        super().__init__()
+        self._print, self._text = pipe.print_readable, pipe.__repr__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            "To run pipeline locally, invoke the Pipe object directly, not `split_gm`"
+        )
+
+    def print_readable(self) -> None:
+        self._print()
+
+    def __repr__(self) -> str:
+        return self._text()
