@@ -51,7 +51,7 @@ def split_on_size_threshold(threshold: int, max_stages: int = -1) -> SplitPolicy
         sizes, held = [0], 0
         for begin, end in pairwise([0, *graph.cuts, graph.num_nodes]):
             size = graph.load(begin, end).parameters
-            if held and held + size > threshold and len(sizes) != max_stages:
+            if size and held and held + size > threshold and len(sizes) != max_stages:
                 sizes.append(0)
                 held = 0
             sizes[-1] += 1
