@@ -37,6 +37,7 @@ from stageline.planning.estimating import estimate_costs
 from stageline.planning.proposal import Proposal
 from stageline.planning.proposals import Proposals
 from stageline.plans import find_plans
+from stageline.running.current import current_microbatch
 from stageline.running.events import ActionDone
 from stageline.running.merging import PerMicrobatch
 from stageline.running.microbatches import Batch, replicate
@@ -78,6 +79,7 @@ __all__ = [
     "StepResult",
     "begin_block",
     "capture",
+    "current_microbatch",
     "estimate_costs",
     "find_plans",
     "find_schedule",

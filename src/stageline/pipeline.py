@@ -302,6 +302,15 @@ class Pipeline:
             raise ValueError(f"step_number: wanted a whole number of at least 0, got {number!r}")
         self._engine.streams.completed[Purpose.TRAIN.name] = number
 
+    @property
+    def keep_outputs(self) -> bool:
+        """Whether ``step`` returns the outputs of the batch; it may be set between two steps."""
+        return self._engine.keeps_outputs
+
+    @keep_outputs.setter
+    def keep_outputs(self, keeps: bool) -> None:
+        self._engine.keeps_outputs = keeps
+
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
         """Run one batch: forward, loss and backward of every microbatch; gradients are accumulated.
 

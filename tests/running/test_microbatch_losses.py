@@ -174,3 +174,43 @@ def test_also_those_of_a_hundred_microbatches(two_ranks: RankPool) -> None:
     want = wanted(net(), 100, 100, F.cross_entropy)
     for got in two_ranks.run(_many):
         assert_equal(got, want)
+
+
+# ---- outputs on request ----------------------------------------------------------------------
+
+
+def test_outputs_are_kept_on_request_from_step_to_step() -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    pipe = sl.Pipeline(model, split=1, num_microbatches=2, loss_fn=F.mse_loss)
+    x, y = torch.ones(4, 4), torch.zeros(4, 2)
+    found = []
+    for keeps in (True, False, True):
+        pipe.keep_outputs = keeps
+        found.append(pipe.step(x, target=y).outputs)
+    assert found[1] is None
+    assert torch.equal(found[0], found[2])
+
+
+def _kept(rank: int, shares: bool) -> str:
+    pipe = sl.Pipeline(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)),
+        num_microbatches=2,
+        loss_fn=F.mse_loss,
+        share_outputs=shares,
+        timeout=30,
+    )
+    pipe.keep_outputs = rank == 1
+    try:
+        return str(pipe.step(torch.ones(4, 4), target=torch.zeros(4, 2)).outputs is not None)
+    except sl.PeerError as error:
+        return str(error).split(":")[0]
+    finally:
+        pipe.close()
+
+
+@pytest.mark.processes
+def test_ranks_that_share_outputs_must_agree_on_them(two_ranks: RankPool) -> None:
+    """One of them would wait for outputs that the other does not keep."""
+    told = "pipe.keep_outputs is True on rank 1 and False on rank 0"
+    assert two_ranks.run(_kept, True) == [told, told]
+    assert two_ranks.run(_kept, False) == ["False", "True"]

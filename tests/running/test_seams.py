@@ -257,3 +257,39 @@ def test_a_step_takes_its_microbatches_first_to_last() -> None:
         assert mine.grad is not None
         assert theirs.grad is not None
         assert torch.equal(mine.grad, theirs.grad)
+
+
+# ---- which microbatch runs -------------------------------------------------------------------
+
+
+class Numbered(nn.Module):
+    """Adds the number of the microbatch, and writes down which it was asked for."""
+
+    draws_nothing = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.seen: list[int | None] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = sl.current_microbatch()
+        self.seen.append(number)
+        assert number is not None
+        made: Tensor = self.layer(x) + number
+        return made
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_a_stage_may_ask_which_microbatch_it_runs(recompute: Any) -> None:
+    stages = [Numbered(), Numbered()]
+    pipe = sl.Pipeline.from_stages(
+        stages, num_microbatches=3, loss_fn=nn.functional.mse_loss, recompute=recompute
+    )
+    for _ in range(5):  # small pipelines without recomputation come to run in turn
+        for stage in stages:
+            stage.seen.clear()
+        pipe.step(torch.ones(3, 2), target=torch.ones(3, 2))
+        runs = 2 if recompute == "always" else 1
+        assert [sorted(stage.seen) for stage in stages] == [sorted([0, 1, 2] * runs)] * 2  # type: ignore[type-var]
+    assert sl.current_microbatch() is None

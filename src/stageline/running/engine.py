@@ -46,7 +46,7 @@ from stageline.running.turns import Turns
 from stageline.running.undoing import Undo
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Engine:
     """Runs calls on the stages that live in this process.
 
@@ -58,7 +58,7 @@ class Engine:
         batch_dims: Where the batch dimension lies, if not first.
         sizes: How many rows each microbatch gets; None: as ``torch.tensor_split`` cuts.
         merge: How the outputs of microbatches become those of the batch.
-        keeps_outputs: Whether a step returns its outputs.
+        keeps_outputs: Whether a step returns its outputs; the only one that may change.
         shares_outputs: Whether outputs go to every rank, or stay on the last stage's.
         undo: Puts back what a failed step has changed.
         foreign: Which stages each parameter of the model belongs to.
@@ -252,7 +252,9 @@ class Engine:
                 return {ROWS: None if batch is None else batch.rows}
             step = self.streams.completed[purpose.name]
             draws = self.streams.draws_now()
-            facts = facts_of(batch, call=self.runner.calls, step=step, draws=draws)
+            outputs = self.keeps_outputs if self.shares_outputs else None
+            call = self.runner.calls
+            facts = facts_of(batch, call=call, step=step, draws=draws, outputs=outputs)
             return {**facts, **shipping.look(purpose, given, batch)}
 
         def look() -> Facts:

@@ -14,7 +14,16 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from stageline.running.control.agreement import CONTENTS, DRAWS, LEAVES, ROWS, SEED, STEP, Facts
+from stageline.running.control.agreement import (
+    CONTENTS,
+    DRAWS,
+    LEAVES,
+    OUTPUTS,
+    ROWS,
+    SEED,
+    STEP,
+    Facts,
+)
 from stageline.running.microbatches import Microbatches
 
 _ALWAYS, _EVERY = 3, 50  # the first calls, then one in so many
@@ -24,9 +33,26 @@ _NUMPY = (torch.float32, torch.float64, torch.int64)
 _MADE_UP = 1 << 32
 
 
-def facts_of(batch: Microbatches | None, *, call: int, step: int, draws: bool) -> Facts:
-    """Return what the ranks must agree on; a rank without a batch knows only seed and step."""
+def facts_of(
+    batch: Microbatches | None,
+    *,
+    call: int,
+    step: int,
+    draws: bool,
+    outputs: bool | None = None,
+) -> Facts:
+    """Return what the ranks must agree on; a rank without a batch knows all but the batch.
+
+    Args:
+        batch: What this rank was given.
+        call: How many calls there were.
+        step: How many of this kind were completed.
+        draws: Whether something here draws random numbers.
+        outputs: Whether outputs are kept; None if they stay on one rank, which then decides.
+    """
     facts: dict[str, Any] = {ROWS: None, SEED: told_seed(), DRAWS: draws, STEP: step}
+    if outputs is not None:
+        facts[OUTPUTS] = outputs
     if batch is None:
         return facts
     leaves = batch.named_leaves()

@@ -231,6 +231,7 @@ class _PipelineSchedule:
                 "step() requires gradients to be enabled for backward computation; it should not "
                 "be used under torch.no_grad() context. Please call eval() instead."
             )
+        self.pipeline.keep_outputs = return_outputs
         output = self._run(args, kwargs, target, losses, loss_kwargs)
         for stage in self._stages if self.has_backward else ():
             if stage.dw_builder is not None:
@@ -248,6 +249,7 @@ class _PipelineSchedule:
         **kwargs: Any,
     ) -> Any:
         """Run a batch forward, with its loss and without gradients; no module changes its mode."""
+        self.pipeline.keep_outputs = return_outputs
         with torch.no_grad():
             output = self._run(args, kwargs, target, losses, loss_kwargs)
         return output if return_outputs else None

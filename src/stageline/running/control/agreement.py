@@ -18,6 +18,7 @@ PURPOSE, ROWS, LEAVES, CONTENTS = "purpose", "rows", "leaves", "contents"
 SEED, STEP, DIGESTS = "seed", "step", "digests"
 DRAWS = "draws"  # whether something draws on a rank: only then must seeds agree
 HELD = "held"  # the data that a rank was given; it then waits for what the others were given
+OUTPUTS = "outputs"  # whether a step keeps outputs that reach every rank
 WHOLE = "whole"  # whether a rank was given all arguments
 
 
@@ -59,11 +60,9 @@ def disagreement(rank: int, mine: Facts, other: int, theirs: Facts) -> str | Non
     seeds = seeds_differ(rank, mine, other, theirs)
     if seeds is not None:
         return seeds
-    if mine.get(STEP) != theirs.get(STEP):
-        return (
-            f"rank {rank} is at step {mine[STEP]}, rank {other} at step {theirs[STEP]}: set "
-            "pipe.step_number to the same number on every rank"
-        )
+    attributes = _attributes_differ(rank, mine, other, theirs)
+    if attributes is not None:
+        return attributes
     for name in (LEAVES, CONTENTS, ROWS):
         one, another = mine.get(name), theirs.get(name)
         if one is None or another is None or one == another:
@@ -78,6 +77,22 @@ def disagreement(rank: int, mine: Facts, other: int, theirs: Facts) -> str | Non
                 "and read data in the same order on every rank"
             )
     return _missing_arguments(rank, mine, other, theirs)
+
+
+def _attributes_differ(rank: int, mine: Facts, other: int, theirs: Facts) -> str | None:
+    """Return the sentence for an attribute of the pipeline that was set otherwise on two ranks."""
+    if mine.get(STEP) != theirs.get(STEP):
+        return (
+            f"rank {rank} is at step {mine[STEP]}, rank {other} at step {theirs[STEP]}: set "
+            "pipe.step_number to the same number on every rank"
+        )
+    if mine.get(OUTPUTS) != theirs.get(OUTPUTS):
+        return (
+            f"pipe.keep_outputs is {mine[OUTPUTS]} on rank {rank} and {theirs[OUTPUTS]} on rank "
+            f"{other}: outputs reach every rank, so set it to the same on every rank, or build "
+            "the pipeline with share_outputs=False"
+        )
+    return None
 
 
 def seeds_differ(rank: int, mine: Facts, other: int, theirs: Facts) -> str | None:
