@@ -256,6 +256,54 @@ def test_statistics_of_batch_norm_are_updated_once_per_microbatch() -> None:
             assert torch.equal(value, theirs.get_buffer(name)), name
 
 
+class Tied(nn.Module):
+    """Two modules with one weight, as embedding and head of a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(torch.relu(self.first(x)))
+        return output
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_model_on_meta_is_made_real(by_hand: bool) -> None:
+    real = untied()
+    with torch.device("meta"):
+        model, example = Untied(), torch.empty(4, WIDTH)
+    stages = traced(model, example, spec=SPEC)
+    if by_hand:
+        for stage in stages:
+            stage.submod.to_empty(device="cpu")
+    schedule = ScheduleGPipe(stages, 4, loss_fn=mean_loss)
+    for stage in stages:
+        names = stage.submod.state_dict()
+        stage.submod.load_state_dict({k: v for k, v in real.state_dict().items() if k in names})
+    x, y = batch()
+    schedule.step(x, target=y)
+    plain_step(real, x, target=y, num_microbatches=4, loss_fn=mean_loss)
+    assert differing(model, real) == []
+
+
+def test_a_tied_weight_that_came_apart_is_an_error() -> None:
+    """to_empty() gives each module a weight of its own, with a part of the gradient each."""
+    with torch.device("meta"):
+        model, example = Tied(), torch.empty(4, WIDTH)
+    stages = traced(model, example, spec={"last": SplitPoint.BEGINNING})
+    for stage in stages:
+        stage.submod.to_empty(device="cpu")
+    with pytest.raises(
+        ValueError, match=r"submod_0\.first\.weight and submod_1\.last\.weight are one"
+    ):
+        ScheduleGPipe(stages, 4, loss_fn=mean_loss)
+    model.last.weight = model.first.weight
+    ScheduleGPipe(stages, 4, loss_fn=mean_loss)
+
+
 # ---- evaluation ------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from stageline.compat.pippy.ModelSplit import SplitPolicy
 from stageline.errors import ConfigError
 from stageline.partitioning.named import cuts_beside_calls
 from stageline.partitioning.plan import Plan
+from stageline.torch_private import storage_of
 
 if TYPE_CHECKING:
     from stageline.compat.pippy.stage import PipelineStage
@@ -396,6 +397,22 @@ class Pipe(nn.Module):
         except (RuntimeError, ValueError):  # code that cannot be recorded stays closed
             return None
         return opened if opened.num_stages == self.num_stages else None
+
+    def check_shared(self) -> None:
+        """Check that what stages share when the pipe was made is still shared.
+
+        Raises:
+            ValueError: Stages have tensors of their own by now.
+        """
+        for users in self.replicated_params:
+            names = [f"{stage}.{name}" for stage, name in users.items()]
+            storages = {storage_of(self.split_gm.get_parameter(name)) for name in names}
+            if len(storages) > 1:
+                raise ValueError(
+                    f"{' and '.join(names)} are one parameter of the model, and now they are "
+                    "several (to_empty() does that): tie them again, or make the schedule while "
+                    "the model is on meta, which makes it real, and load weights after that"
+                )
 
     def _replicated(self) -> list[dict[str, str]]:
         users: dict[int, dict[str, str]] = {}

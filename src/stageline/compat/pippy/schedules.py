@@ -183,6 +183,7 @@ class _PipelineSchedule:
         if self._merge_spec is not None:
             settings["merge_outputs"] = lambda parts, _: merge_chunks(parts, self._merge_spec)
         if first.pipe is not None:
+            first.pipe.check_shared()
             return Pipeline(plan=first.pipe.plan, **settings)
         if world is not None and world.rank == 0:
             _say_once(
