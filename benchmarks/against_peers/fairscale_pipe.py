@@ -2,11 +2,14 @@
 
 A Pipe has one worker thread per distinct device, and all CPU devices are one device: the two
 partitions take turns, and backward runs in the calling thread.
+
+The same script runs on stageline's door: only the home of its import is another.
 """
 
 from __future__ import annotations
 
 import warnings
+from importlib import import_module
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +18,10 @@ from contestant import Contestant
 from models import Case
 
 
-def build(case: Case, dropout: float) -> Contestant:
+def build(case: Case, dropout: float, home: str = "fairscale.nn") -> Contestant:
     with warnings.catch_warnings():  # it recommends a module that torch no longer has
         warnings.simplefilter("ignore")
-        from fairscale.nn import Pipe
-
-        pipe = Pipe(
+        pipe = import_module(home).Pipe(
             case.layers(dropout),
             balance=case.cuts[2],
             devices=["cpu", "cpu"],

@@ -11,7 +11,12 @@ from models import Case
 
 
 def build(
-    case: Case, dropout: float, schedule: str = "1f1b", stages: int = 2, ahead: int = 0
+    case: Case,
+    dropout: float,
+    schedule: str = "1f1b",
+    stages: int = 2,
+    ahead: int = 0,
+    calls: int = 0,
 ) -> Contestant:
     """Build a pipeline; where the environment names a rank, it is one of two processes.
 
@@ -21,6 +26,7 @@ def build(
         schedule: Its name.
         stages: How many in all; 8 means one per call of the block that repeats.
         ahead: Of 1F1B, how far ranks are ahead of the next one beyond what they have to be.
+        calls: Whether to train by ``pipe(x)`` and a backward, instead of ``pipe.step``.
     """
     x, y = case.batch()
     counts, count = case.cuts[stages], case.num_microbatches
@@ -37,9 +43,13 @@ def build(
     optimizer = torch.optim.SGD(pipe.parameters(), lr=case.rate)
 
     def step() -> Tensor:
-        loss = pipe.step(x, target=y).loss
+        if calls:
+            loss = case.loss(pipe(x), y)
+            loss.backward()
+        else:
+            loss = pipe.step(x, target=y).loss
         optimizer.step()
         optimizer.zero_grad()
-        return loss
+        return loss.detach()
 
     return Contestant(step, pipe.close)

@@ -1,20 +1,28 @@
-"""torch.distributed.pipelining: two processes over gloo, stages made by hand."""
+"""torch.distributed.pipelining: two processes over gloo, stages made by hand.
+
+The same script runs on stageline's door: only the home of its imports is another.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
 from itertools import islice
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import pipelining
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from contestant import Contestant
 from models import Case
 
 
-def build(case: Case, dropout: float, schedule: str = "1F1B", stages: int = 2) -> Contestant:
+def build(
+    case: Case,
+    dropout: float,
+    schedule: str = "1F1B",
+    stages: int = 2,
+    home: str = "torch.distributed.pipelining",
+) -> Contestant:
     """Build the stages of this rank and their schedule.
 
     Args:
@@ -22,7 +30,9 @@ def build(case: Case, dropout: float, schedule: str = "1F1B", stages: int = 2) -
         dropout: How much of it.
         schedule: Its name.
         stages: How many in all.
+        home: Where the names are imported from.
     """
+    pipelining, schedules = import_module(home), import_module(f"{home}.schedules")
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     rank, x, y = dist.get_rank(), *case.batch()
@@ -30,7 +40,7 @@ def build(case: Case, dropout: float, schedule: str = "1F1B", stages: int = 2) -
     mine = _placed("V" in schedule, stages)[rank]
     others = _placed("V" in schedule, stages)[1 - rank]
     shared = _shared([parts[i] for i in mine], [parts[i] for i in others])
-    kind = get_schedule_class(schedule)
+    kind = schedules.get_schedule_class(schedule)
     built = [pipelining.PipelineStage(parts[i], i, stages, torch.device("cpu")) for i in mine]
     # A parameter of several stages would be divided once for each of them: divide the loss instead.
     share = 1 / case.num_microbatches if shared else 1.0
@@ -40,7 +50,7 @@ def build(case: Case, dropout: float, schedule: str = "1F1B", stages: int = 2) -
         return loss * share if shared else loss
 
     runs = kind(
-        built[0] if issubclass(kind, PipelineScheduleSingle) else built,
+        built[0] if issubclass(kind, schedules.PipelineScheduleSingle) else built,
         case.num_microbatches,
         loss_fn=loss_fn,
         scale_grads=not shared,
