@@ -8,9 +8,8 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))
-sys.path.append(str(ROOT / "benchmarks" / "against_peers"))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "against_peers"))
 
 from environments import FOLDER
 from lineup import Entry
