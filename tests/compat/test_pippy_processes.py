@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import stageline as sl
 from stageline.compat.pippy import (
@@ -20,6 +21,8 @@ from stageline.compat.pippy import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
     SplitPoint,
+    build_stage,
+    get_schedule_class,
     pipeline,
 )
 from stageline.testing import RankPool, plain_step
@@ -283,6 +286,61 @@ def _manual(rank: int, schedule_class: Any) -> list[str]:
 )
 def test_modules_of_each_rank_alone(two_ranks: RankPool, schedule_class: Any) -> None:
     assert two_ranks.run(_manual, schedule_class) == [[], []]
+
+
+_grid: list[Any] = []  # the groups of a grid of 2 x 2; they live as long as the processes
+
+
+def _replicated(rank: int, name: str, is_traced: bool) -> list[str]:
+    """Two replicas of a pipeline of two ranks, each with its own half of the batch."""
+    if not _grid:
+        _grid.extend(dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3]))
+    place, replica = rank % 2, rank // 2
+    pipeline_group, group = _grid[replica], _grid[2 + place]
+    schedule_class = get_schedule_class(name)
+    num_stages = 2 if name == "1F1B" else 4
+    torch.manual_seed(0)
+    model = Untied(num_stages)
+    plain = copy.deepcopy(model)
+    (x, y), whole = batch(seed=replica), [batch(seed=seed) for seed in (0, 1)]
+    spec = {name: point for name, point in EIGHT.items() if int(name[7:]) < num_stages}
+    pipe = pipeline(model, (x,), split_spec=spec)
+
+    def stage_of(index: int) -> PipelineStage:
+        part = nn.Sequential(model.layers[index], nn.Tanh())
+        if is_traced:
+            wrapped = DistributedDataParallel(pipe.get_stage_module(index), process_group=group)
+            return build_stage(wrapped, index, pipe.info(), "cpu", pipeline_group)
+        wrapped = DistributedDataParallel(part, process_group=group)
+        return PipelineStage(wrapped, index, num_stages, "cpu", group=pipeline_group)
+
+    stages = [stage_of(index) for index in held(schedule_class, place, 2, num_stages)]
+    schedule = schedule_class(stages, 4, loss_fn=mean_loss)
+    for _ in range(2):  # the second step adds to what the first one has left
+        run(schedule, x, y, [])
+        for each, wanted in whole:
+            for a, b in zip(each.tensor_split(4), wanted.tensor_split(4), strict=True):
+                (mean_loss(plain(a), b) / 8).backward()
+    return [
+        f"{stage.stage_index}: {name}"
+        for stage in stages
+        for name, theirs in plain.layers[stage.stage_index].named_parameters()
+        if not close(model.layers[stage.stage_index].get_parameter(name).grad, theirs.grad)
+    ]
+
+
+def close(mine: Tensor | None, theirs: Tensor | None) -> bool:
+    assert mine is not None
+    assert theirs is not None
+    return float((mine - theirs).abs().max() / theirs.abs().max()) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "is_traced"), [("1F1B", False), ("InterleavedZeroBubble", False), ("1F1B", True)]
+)
+def test_stages_in_ddp(four_ranks: RankPool, name: str, is_traced: bool) -> None:
+    """In torch zero bubble makes weight gradients by hand, and DDP's hooks never see them."""
+    assert four_ranks.run(_replicated, name, is_traced) == [[]] * 4
 
 
 # ---- groups, and what is wrong ---------------------------------------------------------------

@@ -34,6 +34,7 @@ from stageline.compat.pippy import (
     pipeline,
 )
 from stageline.compat.pippy.microbatch import _CustomReducer, _Replicate, sum_reducer
+from stageline.running.microbatches import Batch
 from stageline.testing import plain_step
 from tests.compat.pippy_models import WIDTH, IterativeNetwork, Split, Untied
 
@@ -154,6 +155,23 @@ def test_two_steps_accumulate(scale_grads: bool) -> None:
             loss_reduction="mean" if scale_grads else "sum",
         )
     assert differing(model, plain) == []
+
+
+def test_a_mean_over_tokens() -> None:
+    """In torch it is the mean of the means, whatever the number of tokens in each microbatch."""
+    model = untied()
+    plain = copy.deepcopy(model)
+    x, y = batch()[0], torch.randint(WIDTH, (16,))
+    y[:7] = -100  # tokens that do not count: four microbatches have 0, 1, 4 and 4 others
+
+    def share(part: Batch, whole: Batch) -> Tensor:
+        counted, of_all = ((each.target != -100).sum() for each in (part, whole))
+        return torch.div(counted, of_all)
+
+    stages = traced(model, x, spec=SPEC)
+    ScheduleGPipe(stages, 4, loss_fn=F.cross_entropy, scale_grads=share).step(x, target=y)
+    F.cross_entropy(plain(x), y).backward()
+    assert differing(model, plain, 1e-6) == []
 
 
 @pytest.mark.parametrize("schedule_class", ALL)

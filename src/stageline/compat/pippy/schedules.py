@@ -20,9 +20,11 @@ from stageline.compat.pippy.microbatch import (
     replicated,
     split_args_kwargs_into_chunks,
 )
+from stageline.compat.pippy.replicas import averaged, without_replicas
 from stageline.compat.pippy.stage import PipelineStage
 from stageline.pipeline import Pipeline
 from stageline.running.current import current_microbatch
+from stageline.running.microbatches import LossWeight
 from stageline.running.shipping import has_data
 from stageline.running.world import World
 from stageline.scheduling import Schedule, parse, schedules
@@ -66,7 +68,8 @@ class _PipelineSchedule:
         kwargs_chunk_spec: The same for keyword arguments.
         output_merge_spec: How the outputs of the microbatches are joined.
         scale_grads: Whether gradients are those of the mean over the batch (the loss_fn is a mean),
-            or of the sum (it is a sum).
+            or of the sum (it is a sum); or ``(microbatch, batch) -> weight``, such as a share of
+            tokens.
         backward_requires_autograd: Not needed, accepted.
         defer_pp_recv: Not needed, accepted: a receipt never delays a computation.
         use_full_backward: Not needed, accepted.
@@ -86,7 +89,7 @@ class _PipelineSchedule:
         args_chunk_spec: tuple[Any, ...] | None = None,
         kwargs_chunk_spec: dict[str, Any] | None = None,
         output_merge_spec: Any = None,
-        scale_grads: bool = True,
+        scale_grads: bool | LossWeight = True,
         *,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
@@ -167,11 +170,12 @@ class _PipelineSchedule:
             )
         here = {placement[stage.stage_index]: stage.device for stage in self._stages}
         devices = [_plain(here.get(each, first.device)) for each in range(ranks)]
+        scale: Any = self.scale_grads
         settings: dict[str, Any] = {
             "num_microbatches": self._n_microbatches,
             "schedule": schedule,
             "loss_fn": self._loss_fn,
-            "loss_reduction": "mean" if self.scale_grads else "sum",
+            "loss_reduction": {True: "mean", False: "sum"}.get(scale, scale),
             "keep_outputs": True,
             "share_outputs": False,
             "original_errors": True,
@@ -192,7 +196,10 @@ class _PipelineSchedule:
                 "shared parameters and gives each its whole gradient."
             )
         return Pipeline.from_stages(
-            {stage.stage_index: _WithKeywords(stage.submod, self._given) for stage in self._stages},
+            {
+                stage.stage_index: _WithKeywords(without_replicas(stage.submod), self._given)
+                for stage in self._stages
+            },
             num_stages=first.num_stages,
             unpack_tuples=True,
             **settings,
@@ -233,7 +240,8 @@ class _PipelineSchedule:
                 "be used under torch.no_grad() context. Please call eval() instead."
             )
         self.pipeline.keep_outputs = return_outputs
-        output = self._run(args, kwargs, target, losses, loss_kwargs)
+        with averaged([stage.submod for stage in self._stages] if self.has_backward else []):
+            output = self._run(args, kwargs, target, losses, loss_kwargs)
         for stage in self._stages if self.has_backward else ():
             if stage.dw_builder is not None:
                 for _ in range(self._num_run):

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 
 from stageline.compat.pippy.IR import Pipe, PipeInfo
 from stageline.compat.pippy.microbatch import LossReducer
+from stageline.compat.pippy.replicas import without_replicas
 from stageline.errors import ConfigError
 from stageline.running.world import World
 from stageline.torch_private import tree_flatten
@@ -62,7 +63,9 @@ class PipelineStage:
         else:
             self._read(*args, **kwargs)
         self._check()
-        self.submod = submodule if self.pipe is None else self.pipe.get_stage_module(stage_index)
+        self.submod: nn.Module = (
+            submodule if self.pipe is None else self.pipe.get_stage_module(stage_index)
+        )
         if self.pipe is not None and not any(p.is_meta for p in self.submod.parameters()):
             self.submod.to(self.device)
         self.schedule: Any = None
@@ -190,18 +193,21 @@ def build_stage(
     """Return one stage of a Pipe.
 
     Args:
-        stage_module: ``pipe.get_stage_module(stage_index)``.
+        stage_module: ``pipe.get_stage_module(stage_index)``, or a DistributedDataParallel of it.
         stage_index: Which stage it is.
         pipe_info: ``pipe.info()``.
         device: Where it runs.
         group: The processes that hold the pipeline.
     """
-    if stage_module is not pipe_info.pipe.get_stage_module(stage_index):
+    stage = PipelineStage(pipe_info.pipe, stage_index, device, group)
+    if without_replicas(stage_module) is not stage.submod:
         raise ConfigError(
             "build_stage",
             [
-                "stage_module is not what pipe.get_stage_module returns: to put a module around a "
-                "stage, use sl.Pipeline(plan=pipe.plan, wrap_stage=...)"
+                "stage_module is not what pipe.get_stage_module returns, nor a "
+                "DistributedDataParallel of it: to put another module around a stage, use "
+                "sl.Pipeline(plan=pipe.plan, wrap_stage=...)"
             ],
         )
-    return PipelineStage(pipe_info.pipe, stage_index, device, group)
+    stage.submod = stage_module
+    return stage
