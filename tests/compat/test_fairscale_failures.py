@@ -148,6 +148,15 @@ def test_outputs_that_cannot_be_joined_are_refused() -> None:
         Pipe(nn.Sequential(Grows()), [1], chunks=2)(torch.randn(4, 2))
 
 
+@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
+def test_a_pipe_inside_of_a_pipe_is_refused(checkpoint: str) -> None:
+    inner = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1])
+    pipe = Pipe(nn.Sequential(inner, nn.Identity()), [1, 1], chunks=2, checkpoint=checkpoint)
+    with pytest.raises(StepError, match="cannot follow into the threads of the ranks") as caught:
+        pipe(torch.randn(4, 2))
+    assert ("recomputes nothing" in str(caught.value)) == (checkpoint != "never")
+
+
 def test_what_a_pipe_cannot_do_is_an_error() -> None:
     pipe = Pipe(
         nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)), [1, 1], chunks=2, checkpoint="never"

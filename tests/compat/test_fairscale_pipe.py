@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 import subprocess
 import sys
@@ -66,6 +67,22 @@ def test_names_can_be_imported_from_the_root_of_a_door(door: ModuleType) -> None
     assert names < set(door.__all__)
     assert all(getattr(door, name) is getattr(fairscale, name) for name in names)
     assert re.fullmatch(r"\d+\.\d+\.\d+", door.__version__)
+
+
+@pytest.mark.parametrize("kind", [Pipe, GPipe])
+def test_arguments_are_those_of_the_original(kind: type[Pipe]) -> None:
+    found = inspect.signature(kind).parameters.values()
+    assert [(each.name, each.default) for each in found] == [
+        ("module", inspect.Parameter.empty),
+        ("balance", None),
+        ("devices", None),
+        ("chunks", 1),
+        ("checkpoint", "except_last"),
+        ("deferred_batch_norm", False),
+    ]
+    assert [each.name for each in found if each.kind is each.KEYWORD_ONLY] == [
+        *("devices", "chunks", "checkpoint", "deferred_batch_norm"),
+    ]
 
 
 def test_attributes_are_converted_as_in_the_original() -> None:

@@ -143,7 +143,9 @@ class Pipe(nn.Module):
             with committing_at_the_end():
                 output: Value = self._pipeline()(input) if rows else self._run_plainly(input)
         except StepError as error:  # what a layer raises comes as itself
-            error.hint = f'{error.hint} (In a Pipe, checkpoint="never" recomputes nothing.)'.strip()
+            if self.checkpoint != "never":
+                hint = '(In a Pipe, checkpoint="never" recomputes nothing.)'
+                error.hint = f"{error.hint} {hint}".strip()
             raise
         return output
 
