@@ -98,6 +98,14 @@ def torch_imports(package: Path = PACKAGE) -> Iterator[str]:
             yield f"{where} imports {name!r}: a schedule is a function of integers"
 
 
+def private_in_doors(package: Path = PACKAGE) -> Iterator[str]:
+    """Yield a sentence for every private name of the engine that a door of an older system uses."""
+    for where, room, name in all_imports(package):
+        outside = name.startswith("stageline.") and not name.startswith("stageline.compat.")
+        if room == "compat" and outside and any(map(is_private, name.split("."))):
+            yield f"{where} imports {name!r}: what a door needs from the inside gets a public name"
+
+
 def private_torch(package: Path = PACKAGE) -> Iterator[str]:
     """Yield a sentence for every private name of torch outside torch_private.py."""
     for path in sorted(package.rglob("*.py")):
@@ -183,6 +191,10 @@ def test_imports_only_point_back() -> None:
 
 def test_scheduling_never_imports_torch() -> None:
     assert list(torch_imports()) == []
+
+
+def test_doors_use_public_names_of_the_engine() -> None:
+    assert list(private_in_doors()) == []
 
 
 def test_order_names_every_room() -> None:
@@ -294,6 +306,13 @@ def test_torch_in_scheduling_is_found(tmp_path: Path, line: str) -> None:
     package = write_tree(tmp_path, {"scheduling/a.py": line, "running/a.py": line})
     (finding,) = torch_imports(package)
     assert finding.startswith("scheduling/a.py:1 imports '")
+
+
+def test_a_private_name_in_a_door_is_found(tmp_path: Path) -> None:
+    lines = "from stageline.running.engine import _cut\nfrom stageline.compat.old._IR import Pipe"
+    package = write_tree(tmp_path, {"compat/old/a.py": lines, "running/b.py": lines})
+    (finding,) = private_in_doors(package)
+    assert finding.startswith("compat/old/a.py:1 imports 'stageline.running.engine._cut'")
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from stageline.compat.fairscale.nn import Pipe
+from stageline.compat.fairscale.nn.pipe import balance
 from stageline.compat.fairscale.nn.pipe.balance import balance_by_size, balance_by_time
 from stageline.compat.fairscale.nn.pipe.skip import Namespace
 from stageline.compat.fairscale.nn.pipe.skip.skippable import Skippable
@@ -43,6 +45,22 @@ class Keeps(nn.Module):
 def test_layers_are_balanced_by_their_time() -> None:
     model = nn.Sequential(*(Delay(10 * i) for i in range(1, 7)))
     assert balance_by_time(2, model, torch.ones(1), timeout=0.1) == [4, 2]
+
+
+def test_a_machine_that_is_slow_for_a_while_slows_all_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layers were measured one after the other: the first of these four looked 10 times as slow."""
+    clock = [0.0]
+
+    class Works(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            clock[0] += 10 if clock[0] < 40 else 1
+            return x
+
+    monkeypatch.setattr(balance, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    model = nn.Sequential(*(Works() for _ in range(4)))
+    assert balance_by_time(2, model, torch.ones(1), timeout=100) == [2, 2]
 
 
 def test_the_cut_is_exact() -> None:
@@ -108,12 +126,12 @@ MODELS = {
 def test_any_model_of_a_pipe_can_be_measured(name: str) -> None:
     model = MODELS[name]
     sample = torch.randn(8, 4, requires_grad=name == "tuples")
-    for balance in (
+    for found in (
         balance_by_time(2, model, sample, timeout=0),
         balance_by_size(2, model, sample, chunks=2),
     ):
-        assert sum(balance) == len(model)
-        assert Pipe(copy.deepcopy(model), balance, chunks=2)(sample).shape == (8, 4)
+        assert sum(found) == len(model)
+        assert Pipe(copy.deepcopy(model), found, chunks=2)(sample).shape == (8, 4)
 
 
 def test_skips_in_a_namespace_can_be_measured() -> None:

@@ -121,6 +121,21 @@ def test_what_cannot_be_recomputed_is_refused(
     pipe(x).sum().backward()
 
 
+def test_a_first_layer_that_writes_into_its_input() -> None:
+    """It changes the caller's batch. In both originals a recomputation fails in the backward."""
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2))
+    pipe, twin = twins(model, [1, 1], chunks=2, checkpoint="never")
+    x = torch.randn(4, 2)
+    positive = x.relu()
+    pipe(x).sum().backward()
+    assert torch.equal(x, positive)
+    plain(twin[1], positive, 2).sum().backward()
+    assert list(differences(pipe, twin)) == []
+    pipe.checkpoint = "always"
+    with pytest.raises(StepError, match="the model's arguments, in place"):
+        pipe(x)
+
+
 def test_outputs_that_cannot_be_joined_are_refused() -> None:
     class Grows(nn.Module):
         calls = 0
@@ -131,6 +146,15 @@ def test_outputs_that_cannot_be_joined_are_refused() -> None:
 
     with pytest.raises(ValueError, match="tuples of different lengths"):
         Pipe(nn.Sequential(Grows()), [1], chunks=2)(torch.randn(4, 2))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
+def test_a_pipe_inside_of_a_pipe_is_refused(checkpoint: str) -> None:
+    inner = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1])
+    pipe = Pipe(nn.Sequential(inner, nn.Identity()), [1, 1], chunks=2, checkpoint=checkpoint)
+    with pytest.raises(StepError, match="cannot follow into the threads of the ranks") as caught:
+        pipe(torch.randn(4, 2))
+    assert ("recomputes nothing" in str(caught.value)) == (checkpoint != "never")
 
 
 def test_what_a_pipe_cannot_do_is_an_error() -> None:

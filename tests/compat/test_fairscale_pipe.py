@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -53,6 +56,33 @@ def test_names_can_be_imported_by_changing_the_first_word() -> None:
     assert torchgpipe.skip.skippable is skippable
     assert torchgpipe.skip.Namespace is Namespace
     assert torchgpipe.gpipe.GPipe is GPipe
+
+
+@pytest.mark.parametrize("door", [fairscale, torchgpipe])
+def test_names_can_be_imported_from_the_root_of_a_door(door: ModuleType) -> None:
+    names = {
+        *("DeferredBatchNorm", "Namespace", "balance_by_size", "balance_by_time"),
+        *("is_checkpointing", "is_recomputing", "pop", "skippable", "stash", "verify_skippables"),
+    }
+    assert names < set(door.__all__)
+    assert all(getattr(door, name) is getattr(fairscale, name) for name in names)
+    assert re.fullmatch(r"\d+\.\d+\.\d+", door.__version__)
+
+
+@pytest.mark.parametrize("kind", [Pipe, GPipe])
+def test_arguments_are_those_of_the_original(kind: type[Pipe]) -> None:
+    found = inspect.signature(kind).parameters.values()
+    assert [(each.name, each.default) for each in found] == [
+        ("module", inspect.Parameter.empty),
+        ("balance", None),
+        ("devices", None),
+        ("chunks", 1),
+        ("checkpoint", "except_last"),
+        ("deferred_batch_norm", False),
+    ]
+    assert [each.name for each in found if each.kind is each.KEYWORD_ONLY] == [
+        *("devices", "chunks", "checkpoint", "deferred_batch_norm"),
+    ]
 
 
 def test_attributes_are_converted_as_in_the_original() -> None:
@@ -123,8 +153,24 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         IndexError,
         r"too few devices to hold given partitions \(devices: 2, partitions: 3\)",
     ),
+    "no list": (
+        lambda: Pipe(net(), 3),  # type: ignore[arg-type]
+        TypeError,
+        "balance=3: wanted the number of layers",
+    ),
+    "text": (
+        lambda: Pipe(net(), "21"),  # type: ignore[arg-type]
+        TypeError,
+        "balance='21': wanted the number of layers",
+    ),
+    "one device": (lambda: pipe(devices="cpu"), TypeError, "devices='cpu': wanted one for each"),
+    "no device": (
+        lambda: pipe(devices=["cpu", "foo"]),
+        RuntimeError,
+        "there is no device 'foo' to use .* leave devices= out",
+    ),
     "no chunks": (
-        lambda: pipe(net()).__class__(net(), [3], chunks=0),
+        lambda: Pipe(net(), [3], chunks=0),
         ValueError,
         "number of chunks must be positive integer",
     ),
@@ -164,11 +210,15 @@ def test_a_wrong_balance_is_answered_with_how_to_find_one(kind: type[Pipe], modu
     assert f"from {module}.balance import balance_by_time" in str(caught.value)
 
 
-def test_a_refused_model_stays_as_it_was() -> None:
+@pytest.mark.parametrize(
+    ("balance", "devices"), [([3], None), ([1, 1], ["cpu"]), ([1, 1], ["meta", "foo"])]
+)
+def test_a_refused_model_stays_as_it_was(balance: list[int], devices: list[str] | None) -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="different length"):
-        Pipe(model, [3], deferred_batch_norm=True)
+    with pytest.raises((ValueError, IndexError, RuntimeError)):
+        Pipe(model, balance, devices=devices, deferred_batch_norm=True)
     assert type(model[0]) is nn.BatchNorm1d
+    assert {tensor.device for tensor in model.state_dict().values()} == {CPU}
 
 
 class Gives(nn.Module):

@@ -257,6 +257,23 @@ def test_a_layer_or_parameter_may_be_replaced() -> None:
     assert torch.equal(pipe(x), plain(nn.Sequential(*pipe), x, 2))
 
 
+def test_chunks_and_checkpoint_may_be_set_after_a_call() -> None:
+    """Both originals read them in each call."""
+    calls: list[str] = []
+
+    class Log(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append("R" if is_recomputing() else "F")
+            return x
+
+    pipe = Pipe(nn.Sequential(nn.Linear(1, 1), Log()), [1, 1], chunks=2)
+    for chunks, checkpoint, wanted in ((2, "except_last", "FFR"), (3, "always", "FFFRRR")):
+        pipe.chunks, pipe.checkpoint = chunks, checkpoint
+        calls.clear()
+        pipe(torch.randn(6, 1)).sum().backward()
+        assert "".join(calls) == wanted
+
+
 def test_hooks_of_layers_and_partitions_fire() -> None:
     pipe = Pipe(deep(), [2, 3], chunks=2, checkpoint="except_last")
     x = torch.randn(4, 6)

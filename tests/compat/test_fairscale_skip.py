@@ -92,6 +92,35 @@ def test_skips_in_eval_mode_and_without_grad() -> None:
     assert pipe(torch.empty(0, 4)).shape == (0, 4)
 
 
+@skippable(stash=["maybe"])
+class StashOrNone(nn.Module):
+    """Stashes where the microbatch is positive."""
+
+    def forward(self, x: Tensor) -> Commands:
+        yield stash("maybe", x if x.sum().item() > 0 else None)
+        return x.tanh()
+
+
+@skippable(pop=["maybe"])
+class AddIfAny(nn.Module):
+    def forward(self, x: Tensor) -> Commands:
+        maybe = yield pop("maybe")
+        return x if maybe is None else x + maybe
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_a_skip_may_be_none_for_some_microbatches(checkpoint: str) -> None:
+    model = nn.Sequential(StashOrNone(), nn.Linear(2, 2), AddIfAny())
+    pipe, twin = twins(model, [1, 1, 1], chunks=4, checkpoint=checkpoint)
+    x = torch.rand(4, 2) * torch.tensor([[1.0], [-1.0], [-1.0], [1.0]])
+    for batch in (x, -x):
+        output, wanted = pipe(batch), plain(twin, batch, 4)
+        assert torch.equal(output, wanted)
+        output.square().sum().backward()
+        wanted.square().sum().backward()
+    assert list(differences(pipe, twin)) == []
+
+
 def test_which_skips_cross_each_boundary() -> None:
     layers = list(skipping())
     assert crossing([layers[:2], layers[2:3], layers[3:4], layers[4:]]) == [

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-from stageline.compat.torchgpipe import GPipe
+from stageline.compat.torchgpipe import GPipe, is_recomputing
 from tests.compat.loops import differences, plain
 
 SCRIPT = """
@@ -17,7 +17,10 @@ from torchgpipe.batchnorm import DeferredBatchNorm
 from torchgpipe.checkpoint import is_checkpointing as same
 from torchgpipe.gpipe import verify_module
 from torchgpipe.skip import Namespace, pop, skippable, stash, verify_skippables
+from torchgpipe.skip.namespace import Namespace
+from torchgpipe.skip.skippable import Skippable
 
+assert issubclass(skippable(stash=["x"])(nn.Linear), Skippable)  # the function, not the module
 sample = torch.randn(64, 8)
 model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
 verify_module(model)
@@ -57,6 +60,23 @@ def test_gpipe_computes_what_the_plain_model_does(one_thread: None) -> None:
     output.square().sum().backward()
     wanted.square().sum().backward()
     assert list(differences(pipe, twin)) == []
+
+
+def test_a_layer_may_count_what_is_no_recomputation() -> None:
+    """The counter of torchgpipe's user guide."""
+
+    class Counter(nn.Module):
+        counter = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not is_recomputing():
+                self.counter += 1
+            return x
+
+    layer = Counter()
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), layer), [1, 1], chunks=4, checkpoint="always")
+    pipe(torch.randn(8, 2)).sum().backward()
+    assert layer.counter == 4
 
 
 def test_a_wrong_model_is_refused() -> None:

@@ -6,6 +6,8 @@ The cut is exact: no other one has a cheaper costliest partition.
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,7 +24,7 @@ __all__ = ["balance_by_size", "balance_by_time"]
 Value = Tensor | tuple[Tensor, ...]
 Device = torch.device | int | str
 
-_MIN_RUNS = 3  # the first ones of a layer are slow
+_MIN_TURNS = 3  # the first runs of a layer are slow
 
 
 def balance_by_time(
@@ -52,9 +54,15 @@ def balance_by_time(
     if any(parameter.grad is not None for parameter in module.parameters()):
         raise ValueError("some parameter already has gradient")
     where = _device(device)
-    seconds = timeout / max(len(module), 1)
+    times = [math.inf] * len(module)
+    end = time.perf_counter() + timeout
     with torch.random.fork_rng(devices=[]):
-        times = [_time(layer, where, seconds) for layer in _layers(module, sample, where)]
+        # All layers in turn: what else the machine does for a while then slows all of them.
+        for turn in itertools.count(1):
+            for index, layer in enumerate(_layers(module, sample, where)):
+                times[index] = min(times[index], _time(layer, where))
+            if turn >= _MIN_TURNS and time.perf_counter() >= end:
+                break
     return balance([int(1e6 * time) for time in times], partitions)
 
 
@@ -95,31 +103,24 @@ def balance_by_size(
 
 
 class _Layer:
-    """A copy of one layer, and what comes to it.
+    """A copy of one layer, which runs once, and what comes to it.
 
     Args:
         module: The copy.
-        arrives: What the layer before returned, without its graph.
+        value: What the layer before returned, without its graph.
         skips: What earlier layers have stashed for later ones.
     """
 
-    def __init__(self, module: nn.Module, arrives: Value, skips: Skips) -> None:
+    def __init__(self, module: nn.Module, value: Value, skips: Skips) -> None:
         self.module = module
-        self.arrives = arrives
+        self.value = _map(torch.clone, value)  # the layer may write into it
         self.skips = skips
-        self.skips_after: Skips = {}
         self.returned: Any = None
 
-    def input(self) -> Any:
-        """Return what arrives as a value that the layer may write into."""
-        return _map(torch.clone, self.arrives)
-
-    def run(self, value: Any) -> Any:
-        """Run the layer forward; it can be run again."""
-        skips = {key: None if skip is None else _alone(skip) for key, skip in self.skips.items()}
-        with torch.enable_grad(), carrying(skips):
-            self.returned = self.module(value)
-        self.skips_after = skips
+    def run(self) -> Any:
+        """Run the layer forward; what it stashes is with the other skips then."""
+        with torch.enable_grad(), carrying(self.skips):
+            self.returned = self.module(self.value)
         return self.returned
 
 
@@ -130,7 +131,8 @@ def _layers(module: nn.Sequential, sample: Value, device: torch.device) -> Itera
     for original in module:
         layer = _Layer(copy.deepcopy(original).to(device).train(), value, skips)
         yield layer
-        value, skips = _map(_alone, layer.returned), layer.skips_after
+        value = _map(_alone, layer.returned)
+        skips = {key: None if skip is None else _alone(skip) for key, skip in skips.items()}
 
 
 def _map(function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -142,25 +144,19 @@ def _alone(leaf: Tensor, device: torch.device | None = None) -> Tensor:
     return leaf.detach().to(device or leaf.device).requires_grad_(leaf.requires_grad)
 
 
-def _time(layer: _Layer, device: torch.device, seconds: float) -> float:
-    """Return the shortest time of forward and backward."""
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < _MIN_RUNS or time.perf_counter() < end:
-        value = layer.input()
-        _wait_for(device)
-        begin = time.perf_counter()
-        _backward(layer.run(value))
-        _wait_for(device)
-        times.append(time.perf_counter() - begin)
-    return min(times)
+def _time(layer: _Layer, device: torch.device) -> float:
+    """Return how long forward and backward take."""
+    _wait_for(device)
+    begin = time.perf_counter()
+    _backward(layer.run())
+    _wait_for(device)
+    return time.perf_counter() - begin
 
 
 def _activations(layer: _Layer) -> int:
     """Return the bytes that a forward leaves for its backward, its output among them."""
-    value = layer.input()
     with Alive() as alive:
-        layer.run(value)
+        layer.run()
         held: int = alive.count([*layer.module.parameters(), *layer.module.buffers()])
     return held
 

@@ -6,27 +6,20 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from stageline.compat.fairscale.nn.pipe.checkpoint import is_recomputing
+from stageline.running.batch_norm import Moments, mean_and_variance
 from stageline.torch_private import BatchNorm
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-class _Seen(NamedTuple):
-    """What one microbatch says about each channel."""
-
-    size: int
-    mean: Tensor
-    variance: Tensor  # biased
-
-
-_Record = dict["DeferredBatchNorm", list[_Seen]]
+_Record = dict["DeferredBatchNorm", list[Moments]]
 
 _call: ContextVar[_Record | None] = ContextVar("_call", default=None)
 """What the layers have seen in the call of a Pipe that is running here; None outside of one."""
@@ -91,7 +84,7 @@ class DeferredBatchNorm(BatchNorm):
         self.register_buffer("sum_squares", torch.zeros(num_features))
         self.register_load_state_dict_pre_hook(_without_sums)  # type: ignore[no-untyped-call]
         self.chunks = chunks
-        self._seen: list[_Seen] = []
+        self._seen: list[Moments] = []
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
@@ -107,23 +100,18 @@ class DeferredBatchNorm(BatchNorm):
         return output
 
     def _note(self, input: Tensor) -> None:
-        dims = [0, *range(2, input.dim())]
-        values = input.detach()
-        if values.dtype in (torch.float16, torch.bfloat16):
-            values = values.float()
-        variance, mean = torch.var_mean(values, dims, correction=0)
-        seen = _Seen(values.numel() // values.shape[1], mean, variance)
+        moments = Moments.of(input, self.momentum or 0.0)
         record = _call.get()
         if record is not None:
-            record.setdefault(self, []).append(seen)
+            record.setdefault(self, []).append(moments)
             return
-        self._seen.append(seen)
+        self._seen.append(moments)
         if len(self._seen) >= self.chunks:
             self.commit(self._seen)
             self._seen = []
 
     @torch.no_grad()
-    def commit(self, seen: Sequence[_Seen]) -> None:
+    def commit(self, seen: Sequence[Moments]) -> None:
         """Let the running statistics follow the microbatches of one batch."""
         assert self.running_mean is not None
         assert self.running_var is not None
@@ -133,7 +121,7 @@ class DeferredBatchNorm(BatchNorm):
         share = self.momentum
         if share is None:
             share = 1.0 / float(self.num_batches_tracked)
-        mean, variance = _of_all(seen)
+        mean, variance = mean_and_variance(seen)
         self.running_mean.data.lerp_(mean.to(self.running_mean), share)
         self.running_var.data.lerp_(variance.to(self.running_var), share)
 
@@ -174,11 +162,3 @@ def _without_sums(layer: DeferredBatchNorm, state: dict[str, Any], prefix: str, 
     """Load a state_dict of a BatchNorm, and one of the original whatever its sums are."""
     for name in ("sum", "sum_squares"):
         state[prefix + name] = torch.zeros_like(getattr(layer, name))
-
-
-def _of_all(seen: Sequence[_Seen]) -> tuple[Tensor, Tensor]:
-    """Return mean and unbiased variance of all values together."""
-    size = sum(one.size for one in seen)
-    mean = torch.stack([one.mean * (one.size / size) for one in seen]).sum(0)
-    squares = [one.size * (one.variance + (one.mean - mean) ** 2) for one in seen]
-    return mean, torch.stack(squares).sum(0) / max(size - 1, 1)

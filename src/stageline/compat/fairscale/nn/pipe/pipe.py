@@ -24,13 +24,13 @@ from stageline.compat.fairscale.nn.pipe.skip.carrying import carrying
 from stageline.compat.fairscale.nn.pipe.skip.layout import crossing
 from stageline.compat.fairscale.nn.pipe.skip.skippable import verify_skippables
 from stageline.compat.fairscale.nn.pipe.splitting import (
-    BalanceError,
     Device,
     find_devices,
     group,
     read_balance,
     split,
     verify_module,
+    verify_sharing,
 )
 from stageline.errors import StepError
 from stageline.pipeline import Pipeline
@@ -101,13 +101,13 @@ class Pipe(nn.Module):
         verify_skippables(module)
         try:
             self.balance = read_balance(balance, len(module))
-        except BalanceError as error:
+        except ValueError as error:
             raise ValueError(self._advice(str(error))) from None
-        found = find_devices(devices, len(self.balance))
+        self.devices = find_devices(devices, len(self.balance))
+        verify_sharing(module, self.balance, self.devices)
         if deferred_batch_norm:
             module = DeferredBatchNorm.convert_deferred_batch_norm(module, self.chunks)
-        self.partitions = split(module, self.balance, found)
-        self.devices = found[: len(self.balance)]
+        self.partitions = split(module, self.balance, self.devices)
         self.register_load_state_dict_pre_hook(_rename_keys)  # type: ignore[no-untyped-call]
         self._reset()
 
@@ -130,7 +130,7 @@ class Pipe(nn.Module):
     def _reset(self) -> None:
         """Forget the pipelines; the next call builds them for the layers as they are then."""
         self._building = threading.Lock()
-        self._pipelines: dict[bool, Pipeline] = {}
+        self._pipelines: dict[tuple[bool, int, str], Pipeline] = {}
         self._built_of: list[_Content] = []
 
     def forward(self, input: Value) -> Value:
@@ -143,7 +143,9 @@ class Pipe(nn.Module):
             with committing_at_the_end():
                 output: Value = self._pipeline()(input) if rows else self._run_plainly(input)
         except StepError as error:  # what a layer raises comes as itself
-            error.hint = f'{error.hint} (In a Pipe, checkpoint="never" recomputes nothing.)'.strip()
+            if self.checkpoint != "never":
+                hint = '(In a Pipe, checkpoint="never" recomputes nothing.)'
+                error.hint = f"{error.hint} {hint}".strip()
             raise
         return output
 
@@ -158,17 +160,18 @@ class Pipe(nn.Module):
 
     def _pipeline(self) -> Pipeline:
         """Return the pipeline of the current mode: in eval mode nothing is recomputed."""
+        settings = (self.training, self.chunks, self.checkpoint)
         with self._building:
             if not all(map(_is_unchanged, self._built_of)):
                 self._pipelines = {}
             if not self._pipelines:
                 self._built_of = _contents(self.partitions)
-            if self.training not in self._pipelines:
-                self._pipelines[self.training] = self._build(recomputes=self.training)
-            return self._pipelines[self.training]
+            if settings not in self._pipelines:
+                self._pipelines[settings] = self._build(*settings)
+            return self._pipelines[settings]
 
-    def _build(self, *, recomputes: bool) -> Pipeline:
-        stop = {"always": self.chunks, "except_last": self.chunks - 1, "never": 0}[self.checkpoint]
+    def _build(self, training: bool, chunks: int, checkpoint: str) -> Pipeline:
+        stop = {"always": chunks, "except_last": chunks - 1, "never": 0}[checkpoint]
         groups = group(list(self.partitions), self.devices)
         leaving = crossing(list(self._sequentials()))
         stages = [
@@ -184,9 +187,9 @@ class Pipe(nn.Module):
             stages,
             transport="memory",
             devices=[_CPU if device.type == "cpu" else device for device in on],
-            num_microbatches=self.chunks,
+            num_microbatches=chunks,
             schedule="gpipe",
-            recompute=lambda stage, microbatch: recomputes and microbatch < stop,
+            recompute=lambda stage, microbatch: training and microbatch < stop,
             microbatch_sizes=chunk_sizes,
             merge_outputs=join,
             original_errors=True,

@@ -11,10 +11,6 @@ from torch import nn
 Device = torch.device | int | str
 
 
-class BalanceError(ValueError):
-    """The balance does not fit the model."""
-
-
 def verify_module(module: object) -> None:
     """Check that a model can be split into partitions.
 
@@ -29,60 +25,94 @@ def verify_module(module: object) -> None:
 
 
 def find_devices(devices: Iterable[Device] | None, num_partitions: int) -> list[torch.device]:
-    """Return the devices to use: all accelerators if none are given, the CPU if there is none."""
-    if devices is not None:
-        return [torch.device(device) for device in devices]
+    """Return the device of each partition; without any given, accelerators, or the CPU.
+
+    Raises:
+        IndexError: There are fewer devices than partitions.
+        RuntimeError: One that would be used is not there.
+        TypeError: It is one device, not one for each partition.
+    """
+    if isinstance(devices, (str, int, torch.device)):
+        raise TypeError(f"devices={devices!r}: wanted one for each partition, like ['cpu', 'cpu']")
+    found = _all_devices(num_partitions) if devices is None else list(devices)
+    if num_partitions > len(found):
+        raise IndexError(
+            "too few devices to hold given partitions "
+            f"(devices: {len(found)}, partitions: {num_partitions})"
+        )
+    return [_device(device) for device in found[:num_partitions]]
+
+
+def _all_devices(num_partitions: int) -> list[Device]:
     kind = torch.accelerator.current_accelerator()
     if kind is None or not torch.accelerator.is_available():
-        return [torch.device("cpu")] * num_partitions
+        return ["cpu"] * num_partitions
     return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def _device(given: Device) -> torch.device:
+    try:
+        device = torch.device(given)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch raises both if CUDA is missing
+        raise RuntimeError(
+            f"there is no device {given!r} to use ({error}): leave devices= out, or name devices "
+            "of this machine, like ['cpu', 'cpu']"
+        ) from error
+    return device
 
 
 def read_balance(balance: Iterable[float], num_layers: int) -> list[int]:
     """Return the number of layers of each partition.
 
     Raises:
-        BalanceError: They are not positive, or not as many as the model has.
+        TypeError: They are no numbers.
+        ValueError: They are not positive, or not as many as the model has.
     """
-    given = list(balance)
-    if num_layers != sum(given):
-        raise BalanceError(
+    try:
+        given = list(balance)
+        total = sum(given)
+    except TypeError:
+        raise TypeError(
+            f"balance={balance!r}: wanted the number of layers of each partition, like [2, 1]"
+        ) from None
+    if num_layers != total:
+        raise ValueError(
             "module and sum of balance have different length "
-            f"(module: {num_layers}, sum of balance: {sum(given)})"
+            f"(module: {num_layers}, sum of balance: {total})"
         )
     if any(count <= 0 or count != int(count) for count in given):
-        raise BalanceError(f"all balance numbers must be positive integer (balance: {given})")
+        raise ValueError(f"all balance numbers must be positive integer (balance: {given})")
     return [int(count) for count in given]
+
+
+def verify_sharing(
+    module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
+) -> None:
+    """Check that each parameter is on one device.
+
+    Raises:
+        ValueError: Partitions on different devices share one.
+    """
+    places = [device for count, device in zip(balance, devices, strict=True) for _ in range(count)]
+    homes: dict[nn.Parameter, torch.device] = {}
+    for layer, device in zip(module, places, strict=True):
+        for parameter in layer.parameters():
+            if homes.setdefault(parameter, device) != device:
+                raise ValueError(
+                    "module with duplicate parameters on distinct devices is not supported"
+                )
 
 
 def split(
     module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
 ) -> nn.ModuleList:
-    """Return the partitions: the same layers under the same names, each partition on its device.
-
-    Raises:
-        IndexError: There are fewer devices than partitions.
-        ValueError: Partitions on different devices share a parameter.
-    """
-    if len(balance) > len(devices):
-        raise IndexError(
-            "too few devices to hold given partitions "
-            f"(devices: {len(devices)}, partitions: {len(balance)})"
-        )
+    """Return the partitions: the same layers under the same names, each partition on its device."""
     layers = iter(module.named_children())
-    partitions = [
-        nn.Sequential(OrderedDict(next(layers) for _ in range(count))) for count in balance
-    ]
-    holders: dict[nn.Parameter, torch.device] = {}
-    for partition, device in zip(partitions, devices, strict=False):
-        for parameter in partition.parameters():
-            if holders.setdefault(parameter, device) != device:
-                raise ValueError(
-                    "module with duplicate parameters on distinct devices is not supported"
-                )
-    for partition, device in zip(partitions, devices, strict=False):
-        partition.to(device)
-    return nn.ModuleList(partitions)
+    return nn.ModuleList(
+        nn.Sequential(OrderedDict(next(layers) for _ in range(count))).to(device)
+        for count, device in zip(balance, devices, strict=True)
+    )
 
 
 def group(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> list[range]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from functools import total_ordering
+from dataclasses import dataclass, field
 
 
-@total_ordering
+@dataclass(frozen=True, order=True, repr=False)
 class Namespace:
     """Keeps skip tensors apart that have the same name; see ``Skippable.isolate``.
 
@@ -15,19 +15,7 @@ class Namespace:
         False
     """
 
-    __slots__ = ("id",)
-
-    def __init__(self) -> None:
-        self.id = uuid.uuid4()
+    id: uuid.UUID = field(default_factory=uuid.uuid4, init=False)
 
     def __repr__(self) -> str:
         return f"<Namespace '{self.id}'>"
-
-    def __hash__(self) -> int:
-        return hash(self.id)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Namespace) and self.id == other.id
-
-    def __lt__(self, other: object) -> bool:
-        return isinstance(other, Namespace) and self.id < other.id

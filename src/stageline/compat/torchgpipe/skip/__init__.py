@@ -1,7 +1,7 @@
 """``torchgpipe.skip``."""
 
-from stageline.compat.fairscale.nn.pipe.skip import (
-    Namespace,
+from stageline.compat.torchgpipe.skip.namespace import Namespace
+from stageline.compat.torchgpipe.skip.skippable import (
     pop,
     skippable,
     stash,

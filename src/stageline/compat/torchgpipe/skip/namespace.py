@@ -1,0 +1,5 @@
+"""``torchgpipe.skip.namespace``."""
+
+from stageline.compat.fairscale.nn.pipe.skip.namespace import Namespace
+
+__all__ = ["Namespace"]
