@@ -201,8 +201,8 @@ class Shipping:
                 f"({ambient_key()!r} and {told['ambient']}): use the same on every rank"
             )
         for args, kwargs in told["new"]:
-            recordings.record(args, kwargs, told["flags"], builds_graph=builds_graph)
-        recordings.check(told["variants"])
+            recordings.record(args, kwargs, told["gradients"], builds_graph=builds_graph)
+        recordings.check(told["variants"], told["training"])
         chosen = []
         for variant, values in zip(told["variants"], told["leaves"], strict=True):
             leaves = [None] * told["count"]
@@ -272,11 +272,13 @@ def _told(
     recordings: Recordings, batch: Microbatches, chosen: Sequence[Chosen], builds_graph: bool
 ) -> dict[str, Any]:
     """Return what every rank that lacks arguments must know."""
+    variants = [each.variant for each in chosen]
     return {
         "ambient": repr(ambient_key()),
-        "variants": [each.variant for each in chosen],
+        "variants": variants,
+        "training": recordings.flags(variants),
         "new": [batch.inputs(index) for index in recordings.added],
-        "flags": batch.inputs_with_gradient if builds_graph else [],
+        "gradients": batch.inputs_with_gradient if builds_graph else [],
     }
 
 
