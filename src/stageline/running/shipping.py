@@ -42,6 +42,21 @@ def has_data(*values: Any) -> bool:
     return any(isinstance(leaf, _DATA) for leaf in tree_flatten(values)[0])
 
 
+def has_rows(*values: Any) -> bool:
+    """Whether there is something in some arguments that may be split into microbatches.
+
+    Example:
+        >>> import torch
+        >>> has_rows(torch.ones(8, 2)), has_rows(torch.tensor(0.5), Replicated(torch.ones(8, 2)))
+        (True, False)
+    """
+    return any(map(_may_be_split, values)) or any(map(_may_be_split, tree_flatten(values)[0]))
+
+
+def _may_be_split(value: Any) -> bool:
+    return value.dim() > 0 if isinstance(value, Tensor) else isinstance(value, np.ndarray)
+
+
 class Given(NamedTuple):
     """Whether a rank was given arguments of the model, and a target."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 from zlib import crc32
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from stageline.running.control.agreement import CONTENTS, DRAWS, LEAVES, ROWS, SEED, STEP, Facts
-from stageline.running.microbatches import Microbatches
+from stageline.running.microbatches import Replicated
+from stageline.torch_private import leaf_names, tree_flatten
 
 _ALWAYS, _EVERY = 3, 50  # the first calls, then one in so many
 _SAMPLE = 1024  # values of a tensor that are compared
@@ -24,17 +26,42 @@ _NUMPY = (torch.float32, torch.float64, torch.int64)
 _MADE_UP = 1 << 32
 
 
-def facts_of(batch: Microbatches | None, *, call: int, step: int, draws: bool) -> Facts:
-    """Return what the ranks must agree on; a rank without a batch knows only seed and step."""
-    facts: dict[str, Any] = {ROWS: None, SEED: told_seed(), DRAWS: draws, STEP: step}
-    if batch is None:
+def facts_of(
+    rows: int | None, leaves: Iterable[tuple[str, Any]], *, call: int, step: int, draws: bool
+) -> Facts:
+    """Return what the ranks must agree on.
+
+    Args:
+        rows: How many rows the batch has; None if this rank was given no tensor.
+        leaves: All that it was given, with names.
+        call: The number of the call.
+        step: How many steps are complete.
+        draws: Whether something draws random numbers here.
+    """
+    leaves = [(name, leaf) for name, leaf in leaves if leaf is not None]
+    facts: dict[str, Any] = {ROWS: rows, SEED: told_seed(), DRAWS: draws, STEP: step}
+    if not leaves:
         return facts
-    leaves = batch.named_leaves()
-    facts[ROWS] = batch.rows
-    facts[LEAVES] = {name: _told(leaf) for name, leaf in leaves if leaf is not None}
+    facts[LEAVES] = {name: _told(leaf) for name, leaf in leaves}
     if call <= _ALWAYS or call % _EVERY == 0:
         facts[CONTENTS] = {n: _content(leaf) for n, leaf in leaves if isinstance(leaf, Tensor)}
     return facts
+
+
+def named_leaves(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any
+) -> list[tuple[str, Any]]:
+    """Return all leaves of what a call was given that has no rows, with their names.
+
+    Example:
+        >>> named_leaves((None, 2.5), {}, None)
+        [('args[0]', None), ('args[1]', 2.5), ('target', None)]
+    """
+    return [
+        (name, leaf.value if isinstance(leaf, Replicated) else leaf)
+        for root, tree in (("args", args), ("kwargs", kwargs), ("target", target))
+        for name, leaf in zip(leaf_names(tree, root=root), tree_flatten(tree)[0], strict=True)
+    ]
 
 
 def told_seed() -> int | None:
