@@ -348,8 +348,7 @@ class Pipeline:
         """Put the pipeline and all modules of its stages into training mode."""
         self.training = mode
         self._stages.train(mode)
-        if self._engine.recordings is not None:
-            self._engine.recordings.train(mode)
+        self._engine.train(mode)
         return self
 
     def eval(self) -> Pipeline:

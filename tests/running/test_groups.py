@@ -131,6 +131,65 @@ def test_stages_of_a_group_and_the_names_of_its_ranks(four_ranks: RankPool) -> N
     assert "rank 1 was given arguments and a target, but nothing in the first call" in fourth[1]
 
 
+def group_of(rank: int, *lists: tuple[int, ...]) -> tuple[Any, bool]:
+    """Return a process's group among some, and whether it is the first in it; all make them all."""
+    for ranks in lists:
+        if ranks not in _groups:
+            _groups[ranks] = dist.new_group(list(ranks))
+    group = next(_groups[ranks] for ranks in lists if rank in ranks)
+    return group, dist.get_rank(group) == 0
+
+
+def _one_fails(rank: int) -> list[str]:
+    """Every other step of ranks 0 and 2 fails; ranks 1 and 3 stand between them and go on."""
+    group, is_first = group_of(rank, (0, 2), (1, 3))
+    pipe = built(30 + rank % 2, group=group)
+    found = []
+    for _ in range(3):
+        if rank in (0, 2):
+            bad = torch.ones(8, 5)
+            with pytest.raises(sl.StepError):
+                pipe.step(bad, target=torch.zeros(8, dtype=torch.long))
+        found.append(is_exact(pipe, 30 + rank % 2, pipe.step_number))
+    if rank in (0, 2):
+        pipe.close()  # and is over, while the other one trains
+    else:
+        found.append(is_exact(pipe, 31, pipe.step_number))
+    assert is_first is (rank < 2)
+    pipe.close()
+    return [f"step {step}" for step, is_right in enumerate(found) if not is_right]
+
+
+def test_a_pipeline_goes_on_where_another_one_fails(four_ranks: RankPool) -> None:
+    assert four_ranks.run(_one_fails) == [[]] * 4
+
+
+def _of_three_and_of_one(rank: int, transport: str | None) -> bool:
+    """One script for groups of several sizes: three processes, and one by itself."""
+    group, _ = group_of(rank, (0, 1, 3), (2,))
+    pipe = sl.Pipeline(
+        model(40),
+        split=dist.get_world_size(group),
+        num_microbatches=4,
+        loss_fn=F.cross_entropy,
+        timeout=30,
+        group=group,
+        transport=transport,
+    )
+    # A stage of activations has no parameter, and so nothing to compare.
+    found = is_exact(pipe, 40, 0) or not list(pipe.named_parameters())
+    pipe.close()
+    return found
+
+
+@pytest.mark.parametrize("transport", [None, "process-group", "shared-memory"])
+def test_a_group_of_one_process_runs_the_same_script(
+    transport: str | None, four_ranks: RankPool
+) -> None:
+    """Alone in its group, a process was told to start the script with torchrun."""
+    assert four_ranks.run(_of_three_and_of_one, transport) == [True] * 4
+
+
 def _outside(rank: int) -> str:
     group, _ = groups()
     if rank == 0:

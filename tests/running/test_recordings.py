@@ -249,10 +249,10 @@ def test_what_another_rank_has_recorded_is_recorded_from_its_arguments() -> None
     names = [each.variant for each in chosen]
     assert mine.added == [2]
     with pytest.raises(sl.PeerError, match="the model does something else on this rank"):
-        theirs.check(names)
+        theirs.check(names, {})
     for index in mine.added:
         theirs.record(*batch.inputs(index), [], builds_graph=True)
-    theirs.check(names)
+    theirs.check(names, {})
     assert mine.choose(batch, builds_graph=True) == chosen
     assert mine.added == []
 
@@ -265,11 +265,11 @@ def test_recordings_of_a_call_that_failed_are_forgotten() -> None:
         each.variant for each in recordings.choose(batch, builds_graph=True)
     )
     recordings.forget()
-    recordings.check([first])
+    recordings.check([first], {})
     with pytest.raises(sl.PeerError):
-        recordings.check([second])
+        recordings.check([second], {})
     again = recordings.choose(batch, builds_graph=True)
     assert {each.variant for each in again} == {first, second}
     recordings.keep()
     recordings.forget()
-    recordings.check([first, second])
+    recordings.check([first, second], {})

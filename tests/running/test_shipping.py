@@ -191,25 +191,26 @@ def counted() -> Iterator[Counter[str]]:
         yield counts
 
 
-def _messages(rank: int, where: str) -> list[dict[str, int]]:
+def _messages(rank: int, where: str, kind: str = "training") -> list[dict[str, int]]:
     torch.manual_seed(0)
-    pipe = built(Asking())
+    pipe = built(Asking()).train(kind == "training")
     x, mask, y = batch()
     found = []
     for _ in range(3):
         given, named = handed(where, rank, (x, mask), target=y)
         with counted() as counts:
-            pipe.step(*given, **named)
+            pipe(*given) if kind == "inference" else pipe.step(*given, **named)
         # Memory is handed over by a post: more of it, while the pipeline is new.
         found.append({kind: n for kind, n in counts.items() if n and kind != "post"})
     pipe.close()
     return found
 
 
-def test_nothing_is_sent_where_every_rank_has_the_batch(two_ranks: RankPool) -> None:
+@pytest.mark.parametrize("kind", ["training", "evaluation", "inference"])
+def test_nothing_is_sent_where_every_rank_has_the_batch(kind: str, two_ranks: RankPool) -> None:
     """In the first call ranks tell the hub what they were given; from then on nothing at all."""
     settling: dict[str, int] = {"begin": 1, "done": 1}
-    for first, *others in two_ranks.run(_messages, "all"):
+    for first, *others in two_ranks.run(_messages, "all", kind):
         assert first == settling
         assert others == [{}, {}]
 

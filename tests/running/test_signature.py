@@ -25,7 +25,8 @@ LEAVES = {
 
 def told(*leaves: Tensor, call: int = 0) -> dict[str, str]:
     batch = Microbatches(leaves, {}, None, num_microbatches=2)
-    contents: dict[str, str] = facts_of(batch, call=call, step=0, draws=False).get(CONTENTS, {})
+    facts = facts_of(batch.rows, batch.named_leaves(), call=call, step=0, draws=False)
+    contents: dict[str, str] = facts.get(CONTENTS, {})
     return contents
 
 

@@ -18,7 +18,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from stageline.capturing.dependence import Dependence, is_flag, module_of_flag
+from stageline.capturing.dependence import Dependence, is_flag
 from stageline.capturing.guards import is_guard
 from stageline.capturing.recording import Recording
 from stageline.capturing.regions import EVERYWHERE, begin_region, end_region
@@ -39,7 +39,7 @@ class StageCode:
         makes: The values it makes for later stages.
         carries: All values that leave it: those it makes, and those it hands through.
         attributes: The names of modules, parameters, buffers and constants in it.
-        opened: The opened modules whose training flag it reads.
+        opened: The opened modules whose training flag the model reads there.
         has_regions: Whether it enters no_grad or autocast regions.
         changes: The values of earlier stages that it changes in place.
         route: Where in the model its calls of modules and its draws lie.
@@ -64,6 +64,7 @@ class _Needs:
     nodes: list[Node]
     uses: list[Node]
     inputs: list[Node]
+    flags: tuple[str, ...]
 
 
 class Cutter:
@@ -130,7 +131,13 @@ class Cutter:
         outside = list(dict.fromkeys(node for node in sources if node not in inside))
         inputs = [node for node in outside if node.op == "placeholder" and node in depends.fixed]
         uses = [node for node in outside if node not in inputs]
-        return _Needs(nodes, sorted(uses, key=self._order), sorted(inputs, key=self._places.get))  # type: ignore[arg-type]  # all inputs have places
+        inputs.sort(key=self._places.__getitem__)
+        flags = dict.fromkeys(
+            path
+            for position, path in self.recording.flags
+            if begin <= position and (position < end or is_last)
+        )
+        return _Needs(nodes, sorted(uses, key=self._order), inputs, tuple(flags))
 
     def _is_checked_early(self, node: Node) -> bool:
         return is_guard(node.target) and node in self.dependence.fixed
@@ -162,15 +169,14 @@ class Cutter:
         else:
             results = tuple(twins[value] for value in makes)
             graph.output(results[0] if len(results) == 1 else results)
-        attributes, opened = named_in(needs.nodes)
         return StageCode(
             graph=graph,
             uses=tuple(needs.uses),
             inputs=tuple(self._places[node] for node in needs.inputs),
             makes=tuple(makes),
             carries=tuple(carries),
-            attributes=attributes,
-            opened=opened,
+            attributes=named_in(needs.nodes),
+            opened=needs.flags,
             has_regions=has_regions,
             changes=_changed(needs.nodes, enters),
             route=route_of([event for node in needs.nodes for event in node.meta.get("route", ())]),
@@ -222,12 +228,10 @@ def _copy_nodes(graph: FxGraph, nodes: Sequence[Node], twins: dict[Node, Node]) 
     return has_regions
 
 
-def named_in(nodes: Sequence[Node]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what some nodes name: attributes, and opened modules whose training flag they read."""
-    names = [str(node.target) for node in nodes if node.op in ("call_module", "get_attr")]
-    flags = [name for name in names if is_flag(name)]
-    attributes = dict.fromkeys(name for name in names if not is_flag(name))
-    return tuple(attributes), tuple(dict.fromkeys(map(module_of_flag, flags)))
+def named_in(nodes: Sequence[Node]) -> tuple[str, ...]:
+    """Return the attributes that some nodes name, but for training flags."""
+    names = (str(node.target) for node in nodes if node.op in ("call_module", "get_attr"))
+    return tuple(dict.fromkeys(name for name in names if not is_flag(name)))
 
 
 def _changed(nodes: Sequence[Node], enters: Sequence[Node]) -> tuple[Node, ...]:

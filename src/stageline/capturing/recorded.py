@@ -308,8 +308,8 @@ class Graph(Cuttable):
 
         first = Variant(self.recording, self._cutter, cuts)
         first.saw(self._arguments)
-        modes = {path: self._names.module(path) for path in sorted(opened)}
-        return StagedModel(first, record_again, modes)
+        modules = {path: self._names.module(path) for path in sorted(opened)}
+        return StagedModel(first, record_again, modules)
 
     def _anchor(self, place: int) -> _Anchor:
         for anchor, position in _anchors(self.recording):

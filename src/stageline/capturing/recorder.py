@@ -66,6 +66,7 @@ class Recorder(TorchFunctionMode):
         self.checkpoints: list[str] = []
         self.failures: list[str] = []
         self.random_modules: list[str] = []
+        self.flags: dict[tuple[int, str], None] = {}
         self.random_state: Callable[[], Any] = lambda: None
         self.meter: Meter | None = None
         self.regions = Regions()
@@ -360,6 +361,7 @@ class Recorder(TorchFunctionMode):
     def training_node(self, module: nn.Module) -> Node:
         """Return the node that reads a module's training flag."""
         path = self.names.path_of(module)
+        self.flags[self.position(), path] = None
         key = ("training", path)
         node = self._pure.get(key)
         if node is None:

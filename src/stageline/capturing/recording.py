@@ -55,6 +55,7 @@ class Recording:
         opened: The modules that were recorded inside.
         key: What arguments must be for it, whatever their sizes.
         random_modules: Unopened modules that draw from Python's or numpy's global generator.
+        flags: Where the training flags of which opened modules were read: position and module.
         grad: Whether gradients were enabled around the model.
         checkpoints: Where opened code asked for activation checkpointing.
         asks_for_grad: Whether the code asked if some value requires a gradient.
@@ -78,6 +79,7 @@ class Recording:
     findings: list[str]
     input_names: list[str]
     random_modules: list[str]
+    flags: list[tuple[int, str]]
     grad: bool
     fingerprint: str = field(default="")
 
@@ -267,6 +269,7 @@ def _finished(
         findings=recorder.marks.findings,
         input_names=leaf_names(recorder.names.model, args, kwargs),
         random_modules=recorder.random_modules,
+        flags=list(recorder.flags),
         grad=grad,
         fingerprint=_fingerprint(recorder, leaves),
     )

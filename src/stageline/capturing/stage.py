@@ -14,9 +14,10 @@ from torch.fx import GraphModule
 from stageline.capturing.cutting import StageCode
 from stageline.capturing.dependence import attribute_of, is_flag, module_of_flag
 from stageline.capturing.recording import Recording
+from stageline.capturing.training_flags import TrainingFlags
 
 
-class Mode:
+class Flag:
     """The training flag of an opened module, which is in no stage itself; never copied."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -26,10 +27,7 @@ class Mode:
     def training(self) -> bool:
         return bool(self._module.training)
 
-    def set(self, mode: bool) -> None:
-        self._module.training = mode
-
-    def __deepcopy__(self, memo: Any) -> Mode:
+    def __deepcopy__(self, memo: Any) -> Flag:
         return self
 
 
@@ -101,12 +99,15 @@ class StageModule(GraphModule):
     one to a device moves the other.
     """
 
-    modes: tuple[Mode, ...]
+    # What else train() sets, and as which stage; nothing in the code that checks guards.
+    flags: TrainingFlags | None = None
+    index = 0
 
     def train(self, mode: bool = True) -> StageModule:
+        """Put the stage into a mode, and the training flags that its code reads."""
         super().train(mode)
-        for opened in self.modes:
-            opened.set(mode)
+        if self.flags is not None:
+            self.flags.train(self.index, mode)
         return self
 
     def __str__(self) -> str:
@@ -118,7 +119,9 @@ class StageModule(GraphModule):
     def on(self, parts: Parts) -> StageModule:
         """Return the same code on other parts."""
         constants = {name: value for name, value in vars(self).items() if _is_constant(name)}
-        return _module(parts, self.graph, self.modes, constants, type(self).__name__)
+        twin = _module(parts, self.graph, constants, type(self).__name__)
+        twin.flags, twin.index = self.flags, self.index
+        return twin
 
     def __deepcopy__(self, memo: Any) -> StageModule:
         parts = Parts()
@@ -127,7 +130,7 @@ class StageModule(GraphModule):
 
 
 def _is_constant(name: str) -> bool:
-    return name.startswith(("constant_", "mode_"))
+    return name.startswith(("constant_", "flag_"))
 
 
 def build(recording: Recording, parts: Parts, code: StageCode, index: int) -> StageModule:
@@ -136,10 +139,7 @@ def build(recording: Recording, parts: Parts, code: StageCode, index: int) -> St
     parts.place(recording, [name for name in code.attributes if name not in renamed])
     for name, own in renamed.items():
         parts.register_buffer(own, recording.constants[name], persistent=False)
-    modes = {path: Mode(recording.names.module(path)) for path in code.opened}
-    names = {path: f"mode_{path.replace('.', '_')}" for path in code.opened}
-    constants: dict[str, Any] = {names[path]: mode for path, mode in modes.items()}
-    constants |= {
+    constants: dict[str, Any] = {
         name: recording.constants[name]
         for name in code.attributes
         if name in recording.constants and not isinstance(recording.constants[name], Tensor)
@@ -147,8 +147,8 @@ def build(recording: Recording, parts: Parts, code: StageCode, index: int) -> St
     for node in code.graph.nodes:
         if node.op == "get_attr" and node.target in renamed:
             node.target = renamed[node.target]
-    graph = _with_modes(code.graph, names)
-    return _module(parts, graph, tuple(modes.values()), constants, f"Stage{index}")
+    constants |= _read_flags(code.graph, recording)
+    return _module(parts, code.graph, constants, f"Stage{index}")
 
 
 def _own_constants(recording: Recording, parts: Parts, code: StageCode) -> dict[str, str]:
@@ -169,27 +169,28 @@ def _is_free(parts: Parts, name: str, value: Any) -> bool:
 def _module(
     parts: nn.Module,
     graph: FxGraph,
-    modes: tuple[Mode, ...],
     constants: dict[str, Any],
     name: str,
 ) -> StageModule:
     module = StageModule(nn.Module(), FxGraph(), name)
     module.__dict__.update({table: vars(parts)[table] for table in TABLES})
     module.__dict__.update(constants)
-    module.modes = modes
     module.graph = graph
     return module
 
 
-def _with_modes(graph: FxGraph, names: dict[str, str]) -> FxGraph:
-    """Let the reads of training flags go to the modules they belong to."""
+def _read_flags(graph: FxGraph, recording: Recording) -> dict[str, Flag]:
+    """Let the reads of training flags go to the modules they belong to; return these by name."""
+    flags = {}
     for node in list(graph.nodes):
         target = str(node.target)
         if node.op == "get_attr" and is_flag(target):
             path = module_of_flag(target)
+            name = f"flag_{path.replace('.', '_')}"
+            flags[name] = Flag(recording.names.module(path))
             with graph.inserting_before(node):
-                mode = graph.create_node("get_attr", names[path])
-                flag = graph.call_function(getattr, (mode, "training"))
+                holder = graph.create_node("get_attr", name)
+                flag = graph.call_function(getattr, (holder, "training"))
             node.replace_all_uses_with(flag)
             graph.erase_node(node)
-    return graph
+    return flags

@@ -29,6 +29,7 @@ from stageline.capturing.recording import Recording
 from stageline.capturing.stage import TABLES, Parts, StageModule, build
 from stageline.capturing.streams.frames import Planned, here
 from stageline.capturing.streams.tracking import numbers_of_copy
+from stageline.capturing.training_flags import TrainingFlags
 from stageline.capturing.watching import Watch
 from stageline.capturing.wiring import Wiring
 from stageline.errors import CaptureError, GuardError
@@ -68,6 +69,11 @@ class Variant:
             one is another or (not isinstance(one, Tensor) and bool(one == another))
             for one, another in values
         )
+
+    def flags_of(self, stage: int) -> dict[str, nn.Module]:
+        """Return the opened modules whose training flag the code of a stage reads, by name."""
+        names = self.recording.names
+        return {path: names.module(path) for path in self.codes[stage].opened}
 
     def watch_again(self) -> None:
         """Take the attributes of opened modules as they are now."""
@@ -128,15 +134,14 @@ def _guard_code(recording: Recording, cutter: Cutter) -> tuple[StageModule, tupl
     for node in nodes:
         twins[node] = graph.node_copy(node, twins.__getitem__)
     graph.output(None)
-    attributes, opened = named_in(nodes)
     code = StageCode(
         graph=graph,
         uses=(),
         inputs=tuple(places[node] for node in used),
         makes=(),
         carries=(),
-        attributes=attributes,
-        opened=opened,
+        attributes=named_in(nodes),
+        opened=(),
         has_regions=False,
         changes=(),
     )
@@ -150,10 +155,11 @@ class VariantStage(Parts):
     to the next stage, or the model's result.
     """
 
-    def __init__(self, index: int, num_stages: int) -> None:
+    def __init__(self, index: int, num_stages: int, flags: TrainingFlags) -> None:
         super().__init__()
         self.index = index
         self.num_stages = num_stages
+        self.flags = flags
         self._first: str | None = None
         self.numbers: dict[int, int] = {}
         self.num_changes = 0  # of its recordings, for those who look at all of them
@@ -166,6 +172,7 @@ class VariantStage(Parts):
         code = variant.codes[self.index]
         self._first = self._first or variant.name
         module = build(variant.recording, self, code, self.index)
+        module.flags, module.index = self.flags, self.index
         self._number(variant.recording, code)
         is_plain = self._first == variant.name
         is_last = self.index == self.num_stages - 1
@@ -201,13 +208,15 @@ class VariantStage(Parts):
         return self.index == 0 or any(w.code.inputs for w in self._wirings().values())
 
     def train(self, mode: bool = True) -> VariantStage:
+        """Put the stage into a mode, and the training flags that its code reads."""
         super().train(mode)
         for wiring in self._wirings().values():
-            wiring.module.train(mode)
+            wiring.module.training = mode
+        self.flags.train(self.index, mode)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VariantStage:
-        twin = VariantStage(self.index, self.num_stages)
+        twin = VariantStage(self.index, self.num_stages, self.flags)
         memo[id(self)] = twin
         twin.__dict__.update({name: copy.deepcopy(vars(self)[name], memo) for name in TABLES})
         twin.training = self.training
@@ -239,17 +248,17 @@ class VariantStage(Parts):
     def _wiring(self, value: Any, variant: str | None) -> tuple[Wiring, Sequence[Any]]:
         """Return the recording that a call follows, and what the stage before has returned."""
         values: Sequence[Any] = ()
+        sent = variant
         if self.index:
             if isinstance(value, tuple):
-                variant, *values = value
+                sent, *values = value
             else:
-                variant, values = self._first, (value,)
-        assert variant is not None
-        wiring = self._wirings().get(variant)
-        if wiring is None:
+                sent, values = self._first, (value,)
+        wiring = self._wirings().get(sent or "")
+        if wiring is None or (variant is not None and sent != variant):
             raise CaptureError(
-                f"stage {self.index} was sent values of a recording that it does not have: the "
-                "rank before recorded the model in another state; set modes, and what the model's "
+                f"stage {self.index} was sent values of another recording than it follows: the "
+                "model is in another state on the rank before. Set modes, and what the model's "
                 "code decides by, to the same on every rank"
             )
         track = here.track
@@ -264,19 +273,20 @@ class StagedModel:
     Attributes:
         variants: The recordings so far.
         held: The stages that live here, each in all its recordings.
+        flags: The training flags of opened modules.
     """
 
     def __init__(
         self,
         first: Variant,
         record: Callable[[Arguments], Variant],
-        modes: Mapping[str, nn.Module],
+        opened: Mapping[str, nn.Module],
     ) -> None:
         self.variants: list[Variant] = []
         self._current: list[Variant] = []
         count = len(first.codes)
-        self.held = {index: VariantStage(index, count) for index in range(count)}
-        self.modes = modes
+        self.flags = TrainingFlags(opened, count)
+        self.held = {index: VariantStage(index, count, self.flags) for index in range(count)}
         self._record = record
         self._lock = threading.Lock()
         self._add(first)
@@ -289,12 +299,15 @@ class StagedModel:
             variant.name = f"{variant.recording.fingerprint}.{count}"
         for stage in self.held.values():
             stage.add(variant)
+        for index in range(len(variant.codes)):
+            self.flags.note_reads(index, variant.flags_of(index))
         self.variants.append(variant)
 
     def holding(self, stages: Mapping[int, VariantStage]) -> StagedModel:
         """Return the same model with other modules for its stages: those of one process."""
         twin = copy.copy(self)
         twin.held = dict(stages)
+        twin.flags.hold(stages)
         twin.variants = list(self.variants)
         twin._current = list(self._current)
         twin._lock = threading.Lock()
@@ -330,6 +343,7 @@ class StagedModel:
     def look_at_model(self) -> None:
         """See which recordings still hold: once before a batch is run."""
         self.variants[0].check_model()
+        self.flags.check()
         self._current = [variant for variant in self.variants if variant.is_current()]
 
     def holds_now(self, variants: Iterable[str]) -> bool:
@@ -355,6 +369,7 @@ class StagedModel:
         fresh.saw(arguments)
         self._add(fresh)
         self._current.append(fresh)
+        self.flags.check()
         return fresh.name
 
     def forget(self, variants: Sequence[Variant]) -> None:
@@ -382,8 +397,3 @@ class StagedModel:
         for _, stage in sorted(self.held.items()):
             value = stage(value, leaves, variant)
         return value
-
-    def train(self, mode: bool) -> None:
-        """Set the training flag of every opened module; stages set those of the others."""
-        for module in self.modes.values():
-            module.training = mode

@@ -42,8 +42,10 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     if not strangers:
         return leaves, spec
     for kind in strangers:
-        # From here on torch knows how to look into it, wherever trees are walked.
-        register_dataclass(kind)
+        # From here on torch knows how to look into it, wherever trees are walked; with a name, it
+        # can cross between processes.
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        register_dataclass(kind, serialized_type_name=name)
     return flatten(value)
 
 

@@ -36,8 +36,8 @@ from stageline.running.program import StageProgram
 from stageline.running.recordings import Chosen, Recordings
 from stageline.running.result import LossValues, StepResult
 from stageline.running.runner import Runner
-from stageline.running.shipping import Given, Shipping, has_data
-from stageline.running.signature import facts_of
+from stageline.running.shipping import Given, Shipping, has_data, has_rows
+from stageline.running.signature import facts_of, named_leaves
 from stageline.running.sizes import MicrobatchSizes
 from stageline.running.streams.calls import CallStreams, Streams, generator_untouched
 from stageline.running.ties import Ties
@@ -98,6 +98,12 @@ class Engine:
         if not isinstance(self.runner, ProcessRunner):
             return None
         return Shipping(self.runner, self._placement, self.recordings, self.loss_rule)
+
+    def train(self, mode: bool) -> None:
+        """Follow the pipeline's train() and eval() in what no stage contains."""
+        self.runner.training = mode
+        if self.recordings is not None:
+            self.recordings.train(mode)
 
     def step(
         self,
@@ -252,14 +258,16 @@ class Engine:
                 return {ROWS: None if batch is None else batch.rows}
             step = self.streams.completed[purpose.name]
             draws = self.streams.draws_now()
+            rows = None if batch is None else batch.rows
+            leaves = batch.named_leaves() if batch else named_leaves(args, kwargs, target)
             outputs = self.keeps_outputs if self.shares_outputs else None
             call = self.runner.calls
-            facts = facts_of(batch, call=call, step=step, draws=draws, outputs=outputs)
+            facts = facts_of(rows, leaves, call=call, step=step, draws=draws, outputs=outputs)
             return {**facts, **shipping.look(purpose, given, batch)}
 
         def look() -> Facts:
             self._check_arguments(args, kwargs, target, purpose)
-            if not self._is_first and not has_data(*args, kwargs, target):
+            if not self._is_first and not has_rows(*args, kwargs, target):
                 return told(None)
             batch = Microbatches(
                 args,

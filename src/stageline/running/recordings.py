@@ -6,7 +6,7 @@ their own would all have to wait for it in the middle of a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,11 +54,11 @@ class Recordings:
     @property
     def opened(self) -> Iterable[nn.Module]:
         """The modules that were cut open and are in no stage."""
-        return self._staged.modes.values()
+        return self._staged.flags.modules
 
     def train(self, mode: bool) -> None:
         """Follow the pipeline's train() and eval() in code that no stage contains."""
-        self._staged.train(mode)
+        self._staged.flags.train_all(mode)
 
     def choose(self, batch: Microbatches, *, builds_graph: bool) -> list[Chosen]:
         """Return what each microbatch follows; record what was not seen before.
@@ -121,14 +121,28 @@ class Recordings:
         with torch.set_grad_enabled(builds_graph):
             self._chosen(args, kwargs, flags)
 
-    def check(self, variants: Iterable[str]) -> None:
+    def flags(self, variants: Iterable[str]) -> dict[str, bool]:
+        """Return the training flags that some recordings go by, by the name of their module."""
+        wanted = set(variants)
+        return {
+            path: variant.recording.names.module(path).training
+            for variant in self._staged.variants
+            if variant.name in wanted
+            for _, path in variant.recording.flags
+        }
+
+    def check(self, variants: Sequence[str], flags: Mapping[str, bool]) -> None:
         """Raise unless recordings that another rank has chosen would do here too.
+
+        Args:
+            variants: The recordings.
+            flags: The training flags that they go by, as they are there.
 
         Raises:
             PeerError: The model is in another state here.
         """
         self._staged.look_at_model()
-        if not self._staged.holds_now(variants):
+        if not self._staged.holds_now(variants) or self.flags(variants) != flags:
             raise PeerError(
                 "the model does something else on this rank than on the rank that was given the "
                 "batch: set train() or eval(), autocast, and what the model's code decides by, to "

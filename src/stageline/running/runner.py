@@ -55,6 +55,7 @@ class Runner(ABC):
         compares: Whether ranks compare what they were given.
         is_over: Whether a call that failed here was over for all ranks before: only what its caller
             wanted to do with the result has failed.
+        training: The mode that the pipeline was put into.
         where: Where the ranks live and what carries packets, for people.
     """
 
@@ -63,6 +64,7 @@ class Runner(ABC):
     calls: int = 0
     compares: bool = False
     is_over: bool = False
+    training: bool = True
     where: str = "threads of one process"
 
     @property

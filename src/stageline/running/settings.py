@@ -173,7 +173,8 @@ class Settings:
             return [f"transport={self.transport!r}: wanted a name or a transport"]
         if self.transport not in TRANSPORTS:
             return [f"transport={self.transport!r}: choose one of {', '.join(TRANSPORTS)}"]
-        if self.transport != "memory" and World.find(self.group) is None:
+        # A group of one process is all right: groups of a job, with one script, may differ in size.
+        if self.transport != "memory" and self.group is None and World.find() is None:
             return [
                 f"transport={self.transport!r}: this process is alone: start the script with "
                 "torchrun"

@@ -42,6 +42,21 @@ def has_data(*values: Any) -> bool:
     return any(isinstance(leaf, _DATA) for leaf in tree_flatten(values)[0])
 
 
+def has_rows(*values: Any) -> bool:
+    """Whether there is something in some arguments that may be split into microbatches.
+
+    Example:
+        >>> import torch
+        >>> has_rows(torch.ones(8, 2)), has_rows(torch.tensor(0.5), Replicated(torch.ones(8, 2)))
+        (True, False)
+    """
+    return any(map(_may_be_split, values)) or any(map(_may_be_split, tree_flatten(values)[0]))
+
+
+def _may_be_split(value: Any) -> bool:
+    return value.dim() > 0 if isinstance(value, Tensor) else isinstance(value, np.ndarray)
+
+
 class Given(NamedTuple):
     """Whether a rank was given arguments of the model, and a target."""
 
@@ -201,8 +216,8 @@ class Shipping:
                 f"({ambient_key()!r} and {told['ambient']}): use the same on every rank"
             )
         for args, kwargs in told["new"]:
-            recordings.record(args, kwargs, told["flags"], builds_graph=builds_graph)
-        recordings.check(told["variants"])
+            recordings.record(args, kwargs, told["gradients"], builds_graph=builds_graph)
+        recordings.check(told["variants"], told["training"])
         chosen = []
         for variant, values in zip(told["variants"], told["leaves"], strict=True):
             leaves = [None] * told["count"]
@@ -272,11 +287,13 @@ def _told(
     recordings: Recordings, batch: Microbatches, chosen: Sequence[Chosen], builds_graph: bool
 ) -> dict[str, Any]:
     """Return what every rank that lacks arguments must know."""
+    variants = [each.variant for each in chosen]
     return {
         "ambient": repr(ambient_key()),
-        "variants": [each.variant for each in chosen],
+        "variants": variants,
+        "training": recordings.flags(variants),
         "new": [batch.inputs(index) for index in recordings.added],
-        "flags": batch.inputs_with_gradient if builds_graph else [],
+        "gradients": batch.inputs_with_gradient if builds_graph else [],
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 from zlib import crc32
 
@@ -24,7 +25,8 @@ from stageline.running.control.agreement import (
     STEP,
     Facts,
 )
-from stageline.running.microbatches import Microbatches
+from stageline.running.microbatches import Replicated
+from stageline.torch_private import leaf_names, tree_flatten
 
 _ALWAYS, _EVERY = 3, 50  # the first calls, then one in so many
 _SAMPLE = 1024  # values of a tensor that are compared
@@ -34,33 +36,50 @@ _MADE_UP = 1 << 32
 
 
 def facts_of(
-    batch: Microbatches | None,
+    rows: int | None,
+    leaves: Iterable[tuple[str, Any]],
     *,
     call: int,
     step: int,
     draws: bool,
     outputs: bool | None = None,
 ) -> Facts:
-    """Return what the ranks must agree on; a rank without a batch knows all but the batch.
+    """Return what the ranks must agree on.
 
     Args:
-        batch: What this rank was given.
-        call: How many calls there were.
-        step: How many of this kind were completed.
-        draws: Whether something here draws random numbers.
+        rows: How many rows the batch has; None if this rank was given no tensor.
+        leaves: All that it was given, with names.
+        call: The number of the call.
+        step: How many steps are complete.
+        draws: Whether something draws random numbers here.
         outputs: Whether outputs are kept; None if they stay on one rank, which then decides.
     """
-    facts: dict[str, Any] = {ROWS: None, SEED: told_seed(), DRAWS: draws, STEP: step}
+    leaves = [(name, leaf) for name, leaf in leaves if leaf is not None]
+    facts: dict[str, Any] = {ROWS: rows, SEED: told_seed(), DRAWS: draws, STEP: step}
     if outputs is not None:
         facts[OUTPUTS] = outputs
-    if batch is None:
+    if not leaves:
         return facts
-    leaves = batch.named_leaves()
-    facts[ROWS] = batch.rows
-    facts[LEAVES] = {name: _told(leaf) for name, leaf in leaves if leaf is not None}
+    facts[LEAVES] = {name: _told(leaf) for name, leaf in leaves}
     if call <= _ALWAYS or call % _EVERY == 0:
         facts[CONTENTS] = {n: _content(leaf) for n, leaf in leaves if isinstance(leaf, Tensor)}
     return facts
+
+
+def named_leaves(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any
+) -> list[tuple[str, Any]]:
+    """Return all leaves of what a call was given that has no rows, with their names.
+
+    Example:
+        >>> named_leaves((None, 2.5), {}, None)
+        [('args[0]', None), ('args[1]', 2.5), ('target', None)]
+    """
+    return [
+        (name, leaf.value if isinstance(leaf, Replicated) else leaf)
+        for root, tree in (("args", args), ("kwargs", kwargs), ("target", target))
+        for name, leaf in zip(leaf_names(tree, root=root), tree_flatten(tree)[0], strict=True)
+    ]
 
 
 def told_seed() -> int | None:

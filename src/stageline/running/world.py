@@ -95,10 +95,10 @@ class World:
         return _stores[self]
 
     def _met_in(self, store: Store, timeout: timedelta) -> Store:
-        """Return a part of a store that nobody has used before, when all processes know of it.
+        """Return a part of a store that was never used before, when all processes know of it.
 
         torchrun may keep its store when it starts processes again: what is there may have been left
-        by those that have failed. So every process calls itself by a new name, which nobody has
+        by those that have failed. So every process gives itself a new name, which was never
         answered before, and rank 0 answers names until all have heard of the part it has made up.
 
             rank 1   here/1: "5be1"   ──▶  rank 0   answer/5be1: "c0de"     also to names of old
