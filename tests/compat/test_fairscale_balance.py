@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Generator
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from stageline.compat.fairscale.nn import Pipe
 from stageline.compat.fairscale.nn.pipe import balance
 from stageline.compat.fairscale.nn.pipe.balance import balance_by_size, balance_by_time
-from stageline.compat.fairscale.nn.pipe.skip import Namespace
+from stageline.compat.fairscale.nn.pipe.skip import Namespace, pop, skippable, stash
 from stageline.compat.fairscale.nn.pipe.skip.skippable import Skippable
 from tests.compat.test_fairscale_skip import Pop, Stash, skipping
 
@@ -142,6 +143,26 @@ def test_skips_in_a_namespace_can_be_measured() -> None:
         assert isinstance(layer, Skippable)
         layer.isolate(namespace)
     assert sum(balance_by_time(2, nn.Sequential(*layers), torch.ones(1), timeout=0)) == 4
+
+
+@skippable(stash=["large"])
+class StashLarge(nn.Module):
+    def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
+        yield stash("large", x.repeat(1000))
+        return x.exp()
+
+
+@skippable(pop=["large"])
+class PopLarge(nn.Module):
+    def forward(self, x: Tensor) -> Generator[pop, Tensor, Tensor]:
+        large = yield pop("large")
+        return x + large[0]
+
+
+def test_a_skip_counts_for_the_layer_that_makes_it() -> None:
+    """It counted for every layer up to the one that pops it."""
+    model = nn.Sequential(StashLarge(), *(Keeps(1) for _ in range(4)), PopLarge())
+    assert balance_by_size(2, model, torch.ones(1)) == [1, 5]
 
 
 def test_a_model_with_gradients_is_refused() -> None:
