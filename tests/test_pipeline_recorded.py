@@ -255,8 +255,8 @@ def test_a_rank_may_leave_out_what_its_stages_do_not_use(two_ranks: RankPool) ->
 
 
 @pytest.mark.processes
-def test_a_rank_that_leaves_out_what_its_stages_use_is_sent_it(two_ranks: RankPool) -> None:
-    """It was an error; the rank of stage 0 has all arguments and sends those that are used."""
+def test_a_rank_may_leave_out_what_its_stages_use(two_ranks: RankPool) -> None:
+    """It is sent what it lacks; this was an error before arguments travelled."""
     first, second = two_ranks.run(_on_two_ranks, "late inputs", [])
     assert first == second
     assert two_ranks.run(_on_two_ranks, "late inputs", ["x", "scale"]) == [first, first]
