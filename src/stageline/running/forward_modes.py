@@ -1,8 +1,10 @@
 """What a forward ran under, so that R can run under the same when the caller's backward comes.
 
-out = pipe(x)          autocast, train(), default dtype ... are noted here
+out = pipe(x)          train(), default dtype, kernels of attention ... are noted here
 ...                    the caller may switch any of them
 loss.backward()        R: a forward again, under what was noted
+
+(caller.py: the modes of the thread, autocast among them.)
 """
 
 from __future__ import annotations
@@ -14,8 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.backends import cuda
-
-from stageline.running.caller import CallerState
 
 _PROCESS_MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -31,17 +31,13 @@ _PROCESS_MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 class ForwardModes:
-    """The modes of the thread and of the process at the time of a forward.
-
-    Attributes:
-        caller: Those of the thread, for the workers to enter.
+    """The modes of the process, and the flags of modules, at the time of a forward.
 
     Args:
         modules: Those that the forward may call.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.caller = CallerState.capture()
         self._flags = _Flags(modules)
         self._process = _process_modes()
 
