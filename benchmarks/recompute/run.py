@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler reports each start and stop
@@ -20,6 +21,8 @@ from benchmarks.recompute.modes import GROUPS, RANKS, Answer, Contestant, Work, 
 from benchmarks.tools.pages import Setting, table, write
 from benchmarks.tools.ranks import Ranks
 from stageline.partitioning.costs import TIMES
+from stageline.scheduling.costs import Number
+from stageline.scheduling.simulator import Simulation
 
 HERE = Path(__file__).resolve().parent
 WORK = Work(width=256, length=64, num_layers=8, rows=2, num_microbatches=8, rounds=12, repeats=4)
@@ -50,7 +53,7 @@ class Forecast:
         ]
         self._device = sl.Device.named("cpu")
 
-    def simulations(self, rows: str) -> list[sl.Simulation]:
+    def simulations(self, rows: str) -> list[Simulation]:
         """Return one for each time that the blocks were measured."""
         schedule = sl.parse(rows)
         return [sl.simulate(schedule, self._costs(each, schedule)) for each in self._rounds]
@@ -63,7 +66,7 @@ class Forecast:
         """A stage takes what its own process has measured."""
         placement = schedule.placement
         each = [one.placed(self._sizes, placement, self._device) for one in costs]
-        own = {
+        own: dict[str, Any] = {
             name: [getattr(each[rank], name)[stage] for stage, rank in enumerate(placement)]
             for name in TIMES
         }
@@ -106,7 +109,7 @@ def _each(values: Iterable[object]) -> str:
     return " ".join(map(str, values))
 
 
-def _mib(size: float) -> str:
+def _mib(size: Number) -> str:
     return f"{float(size) / MIB:.1f}"
 
 

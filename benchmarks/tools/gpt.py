@@ -22,7 +22,8 @@ class Layer(nn.Module):
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + F.dropout(self.out(seen.transpose(1, 2).reshape(x.shape)), 0.1, self.training)
-        return x + self.down(F.gelu(self.up(self.second_norm(x))))
+        made: Tensor = x + self.down(F.gelu(self.up(self.second_norm(x))))
+        return made
 
 
 class Embedding(nn.Module):

@@ -250,8 +250,9 @@ class Settings:
     def budget(self) -> Budget:
         """Return what ranks run, for their memory: where nothing else is said, 1F1B."""
         given = self._given_schedule()
-        is_unknown = isinstance(given, ScheduleError) or bool(recompute_faults(self.recompute))
-        if is_unknown or (given in ("1f1b", AUTO) and self.recompute == "never"):
+        if isinstance(given, ScheduleError) or recompute_faults(self.recompute):
+            return Budget(num_ranks=self.ranks)  # find_faults tells
+        if given in ("1f1b", AUTO) and self.recompute == "never":
             return Budget(num_ranks=self.ranks)
         schedule = "1f1b" if given == AUTO else given  # what is searched for holds no more
         return Budget(None, self.ranks, schedule, self.num_microbatches, recompute=self.recompute)
