@@ -484,6 +484,9 @@ def test_runs_of_a_step_and_of_an_evaluation(mode: str) -> None:
             mode == "never"
         )
         counts.runs.clear()
+        assert not counts.alive
+    most = {"never": 4, "except_last": 2, "always": 1}[mode]  # the last, and one that is recomputed
+    assert [first.most, second.most] == [most, most]
     pipe.eval()
     pipe.step(x, target=y)
     pipe(x)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stageline as sl
-from stageline.running.split.again import FirstRun, samples
+from stageline.running.first_runs import FirstRun, samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,9 +19,9 @@ from stageline.running.boundary import (
     leave,
 )
 from stageline.running.early import enter_early, pays
+from stageline.running.first_runs import Statistics, is_changed, versions
 from stageline.running.loss import LossRule
 from stageline.running.program import StageProgram
-from stageline.running.split.again import Statistics, is_changed, versions
 from stageline.running.split.deferred import Deferred
 from stageline.running.split.mode import Differentiates, Splitting, leave_whole
 from stageline.running.state import StepState

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from stageline.running.boundary import Packet
+from stageline.running.first_runs import Statistics, samples
 from stageline.running.forwards import (
     arguments_of,
     arrived_at,
@@ -16,7 +17,6 @@ from stageline.running.forwards import (
 )
 from stageline.running.program import StageProgram
 from stageline.running.recompute import checkpointing, recomputing
-from stageline.running.split.again import Statistics, samples
 from stageline.running.state import StepState
 from stageline.running.transports.base import Edge
 

@@ -14,12 +14,12 @@ from stageline.capturing.direct.calls import Call
 from stageline.capturing.direct.entrances import Entrance
 from stageline.running.batch_norm import DeferredStatistics
 from stageline.running.boundary import GradientSlot, Packet, Root
+from stageline.running.first_runs import FirstRuns
 from stageline.running.foreign import ForeignParameters
 from stageline.running.loss import Losses, LossRule
 from stageline.running.microbatches import Microbatches
 from stageline.running.program import StageProgram
 from stageline.running.recordings import Chosen
-from stageline.running.split.again import FirstRuns
 from stageline.running.split.deferred import Deferred
 from stageline.running.split.layers import KnownLayers
 from stageline.running.split.mode import splittable_parameters

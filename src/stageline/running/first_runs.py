@@ -114,14 +114,15 @@ class FirstRuns:
 
 
 def samples(results: Iterable[Tensor]) -> list[Tensor]:
-    """Return copies of some values of each tensor.
+    """Return copies of some values of each ordinary tensor.
 
     Example:
         >>> [found] = samples([torch.arange(610)])
         >>> found[:4], len(found)
         (tensor([ 0, 10, 20, 30]), 61)
     """
-    flat = [result.reshape(-1) for result in results if result.layout is torch.strided]
+    ordinary = (x for x in results if type(x) is Tensor and x.layout is torch.strided)
+    flat = [result.reshape(-1) for result in ordinary]
     return [each[:: max(1, each.numel() // _SAMPLES)].clone() for each in flat]
 
 
