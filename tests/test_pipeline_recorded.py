@@ -147,6 +147,46 @@ def test_what_is_wrong_is_said_at_construction(name: str) -> None:
         sl.Pipeline(IterativeNetwork(), **{"split": 2, **settings})
 
 
+class Wide(nn.Module):
+    """Keeps much more than it weighs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(4))
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [
+        ({}, "867.4 KiB"),
+        ({"schedule": "gpipe"}, "4.3 MiB"),
+        ({"schedule": "gpipe", "recompute": "always"}, "578.2 KiB"),
+        ({"recompute": "always"}, "578.2 KiB"),
+        ({"recompute": [0]}, "578.2 KiB"),
+        ({"schedule": "varuna"}, "578.2 KiB"),
+    ],
+)
+def test_a_memory_limit_is_that_of_the_schedule_with_what_it_recomputes(
+    settings: dict[str, Any], needed: str
+) -> None:
+    """It was always that of 1F1B: refused what recompute= makes fit, and let GPipe overflow."""
+    with pytest.raises(sl.ConfigError, match=f"the fullest of 2 stages needs {needed}"):
+        sl.Pipeline(
+            Wide(),
+            example_args=(torch.zeros(512, 8),),
+            split=2,
+            num_microbatches=8,
+            memory_limit="100KiB",
+            **settings,
+        )
+
+
 def test_a_plan_can_be_saved_loaded_and_run(one_thread: None) -> None:
     case = CASES["skips"]
     model = case.model()

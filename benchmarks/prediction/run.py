@@ -16,6 +16,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
@@ -23,27 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stageline as sl
+from benchmarks.tools.gpt import Layer
 from stageline.partitioning.costs import TIMES
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-
-class Layer(nn.Module):
-    """A causal Transformer layer with dropout."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.queries, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        heads = self.queries(self.norm(x)).view(rows, length, 3, 4, width // 4)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + F.dropout(self.out(seen.transpose(1, 2).reshape(x.shape)), 0.1, self.training)
-        return x + self.down(F.gelu(self.up(self.second_norm(x))))
 
 
 class Residual(nn.Module):

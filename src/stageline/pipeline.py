@@ -76,7 +76,7 @@ class Pipeline:
             ({"block": "end"}), named blocks ([["B1", "B2"], ["B3"]]) or "marks". Left out, there
             is one stage per process that torchrun started.
         balance: What a number of stages makes even: estimated "time", "memory" or "parameters".
-        memory_limit: What a rank has, in bytes or as text: "16GiB".
+        memory_limit: What a rank has for weights and what the schedule keeps: bytes, or "16GiB".
         plan: A plan of ``sl.partition``, instead of the model, the example and the split; or a
             proposal of ``sl.find_plans``, which has schedule and microbatches too.
         num_microbatches: How many microbatches a batch is cut into; 4 per rank if left out. A
@@ -177,7 +177,7 @@ class Pipeline:
             observer=observer,
             group=group,
         )
-        example = Example(example_args, example_kwargs, balance, memory_limit, ranks)
+        example = Example(example_args, example_kwargs, balance, memory_limit, settings.budget())
         asked = {"split": repr(split), "balance": balance, "memory_limit": str(memory_limit)}
         builders = Builders(settings.join(settings.world()), asked)
         with builders.together():

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stageline as sl
 from stageline.scheduling import Kind
@@ -333,6 +332,60 @@ def _state(model: nn.Module) -> tuple[Any, ...]:
     return flags, torch.get_default_dtype(), deterministic, torch.get_float32_matmul_precision()
 
 
+@pytest.mark.parametrize("frozen", [["2.weight"], ["0.weight", "0.bias"]])
+@pytest.mark.parametrize("trains_first", [True, False])
+def test_parameters_train_that_did_so_in_the_forward(trains_first: bool, frozen: list[str]) -> None:
+    """What was unfrozen since got a gradient that the plain model does not give; what was frozen,
+    if it was a whole stage, ended in an error about zip()."""
+    x, _ = batch()
+    model, plain = drawless(), drawless()
+    pipe = sl.Pipeline(model, split=[1, 2, 3], num_microbatches=4, recompute="always")
+    found = []
+    for each, call in ((model, pipe), (plain, lambda x: plain_call(plain, x, 4))):
+        chosen = [parameter for name, parameter in each.named_parameters() if name in frozen]
+        for parameter in chosen:
+            parameter.requires_grad_(trains_first)
+        out = call(x)
+        for parameter in chosen:
+            parameter.requires_grad_(not trains_first)
+        out.square().sum().backward()
+        assert all(parameter.requires_grad is not trains_first for parameter in chosen)
+        found.append([parameter.grad for parameter in each.parameters()])
+    for mine, theirs in zip(*found, strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or theirs is None or torch.equal(mine, theirs)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.linear(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+
+
+def test_recompute_takes_the_kernels_of_the_forward() -> None:
+    """With another kernel of attention in R than in F, gradients were others in their last bits."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 20, 16)
+    grads = []
+    for recompute in ("never", "always"):
+        torch.manual_seed(0)
+        stages = [Attention(), Attention()]
+        pipe = sl.Pipeline.from_stages(stages, num_microbatches=4, recompute=recompute)
+        with sdpa_kernel(SDPBackend.MATH):
+            out = pipe(x).square().sum()
+        out.backward()
+        assert torch.backends.cuda.flash_sdp_enabled()
+        grads.append([parameter.grad for parameter in pipe.parameters()])
+    for kept, recomputed in zip(*grads, strict=True):
+        assert kept is not None
+        assert recomputed is not None
+        assert torch.equal(kept, recomputed)
+
+
 def test_a_flag_of_opened_code_is_that_of_the_forward() -> None:
     x, _ = batch()
     mask = torch.ones(ROWS, WIDTH)
@@ -431,6 +484,9 @@ def test_runs_of_a_step_and_of_an_evaluation(mode: str) -> None:
             mode == "never"
         )
         counts.runs.clear()
+        assert not counts.alive
+    most = {"never": 4, "except_last": 2, "always": 1}[mode]  # the last, and one that is recomputed
+    assert [first.most, second.most] == [most, most]
     pipe.eval()
     pipe.step(x, target=y)
     pipe(x)
@@ -484,59 +540,7 @@ def test_a_schedules_own_recomputation_stays() -> None:
         assert len(found) == len(set(found)) == places
 
 
-# What is refused
-
-
-class Draws(nn.Module):
-    """Draws from a generator that is not torch's default one."""
-
-    def __init__(self, source: str) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.source = source
-        self.rng = np.random.default_rng(0)
-        self.old = np.random.RandomState(0)
-        self.py = random.Random(0)
-        self.generator = torch.Generator().manual_seed(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        draw: dict[str, Callable[[], float]] = {
-            "Python's random": random.random,
-            "numpy.random": np.random.rand,
-            "the generator rng": self.rng.random,
-            "the generator old": self.old.rand,
-            "the generator py": self.py.random,
-            "the generator generator": lambda: torch.rand((), generator=self.generator).item(),
-        }
-        return x * self.weight * draw[self.source]()
-
-
-SOURCES = (
-    *("Python's random", "numpy.random", "the generator rng", "the generator old"),
-    *("the generator py", "the generator generator"),
-)
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_draws_that_cannot_be_repeated_are_refused(source: str) -> None:
-    """The second run would draw other numbers: gradients of another forward, without a word."""
-    stages = [nn.Linear(WIDTH, WIDTH), Draws(source)]
-    pipe = sl.Pipeline.from_stages(stages, num_microbatches=2, recompute=[1], loss_fn=F.mse_loss)
-    x, _ = batch()
-    with pytest.raises(sl.StepError, match=f"{source} was drawn from while a stage ran that is"):
-        pipe.step(x, target=x)
-    assert all(parameter.grad is None for parameter in pipe.parameters())
-    with pytest.raises(sl.StepError, match="leave the stage out of recompute="):
-        pipe(x)
-    pipe.eval()
-    pipe.step(x, target=x)  # no gradient, no second run
-
-
-def test_draws_of_a_stage_that_is_not_recomputed_are_its_own_affair() -> None:
-    stages = [nn.Linear(WIDTH, WIDTH), Draws("the generator rng")]
-    pipe = sl.Pipeline.from_stages(stages, num_microbatches=2, recompute=[0], loss_fn=F.mse_loss)
-    x, _ = batch()
-    pipe.step(x, target=x)
+# Arguments
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from stageline.partitioning.device import Device, Link
 from stageline.partitioning.holdings import Holding, holdings_of, holdings_of_1f1b
 from stageline.scheduling import Kind, Schedule, schedules
 from stageline.scheduling.memory import peak_bytes
+from stageline.scheduling.recompute import Recompute, insert_recompute
 from stageline.scheduling.schedules.rows import contiguous
 
 # As many as a pipeline makes unless told otherwise.
@@ -33,6 +34,7 @@ class Budget:
         schedule: A schedule, or the name of one; None for 1F1B with microbatches enough.
         num_microbatches: For a schedule that is named; 4 per rank if None.
         device: What ranks run on; None for a nominal link between them.
+        recompute: What is recomputed, besides what the schedule recomputes by itself.
     """
 
     limit: int | None = None
@@ -40,6 +42,7 @@ class Budget:
     schedule: str | Schedule | None = None
     num_microbatches: int | None = None
     device: Device | None = None
+    recompute: Recompute = "never"
     # What was built or counted for a number of stages: a large schedule takes its time.
     _built: dict[int, Schedule] = field(default_factory=dict, init=False, compare=False, repr=False)
     _held: dict[int, list[tuple[Holding, ...]]] = field(
@@ -52,13 +55,15 @@ class Budget:
         Raises:
             ScheduleError: It cannot be built for so many.
         """
-        if self.schedule is None or isinstance(self.schedule, Schedule):
-            return self.schedule
+        given = self.schedule
+        if given is None:
+            return None
         if num_stages not in self._built:
-            ranks = self.num_ranks or schedules.family(self.schedule).num_ranks(num_stages)
-            count = self.num_microbatches or _MICROBATCHES_PER_RANK * ranks
-            built = schedules.build(self.schedule, num_stages, count, num_ranks=self.num_ranks)
-            self._built[num_stages] = built
+            if isinstance(given, str):
+                ranks = self.num_ranks or schedules.family(given).num_ranks(num_stages)
+                count = self.num_microbatches or _MICROBATCHES_PER_RANK * ranks
+                given = schedules.build(given, num_stages, count, num_ranks=self.num_ranks)
+            self._built[num_stages] = insert_recompute(given, self.recompute)
         return self._built[num_stages]
 
     def faults(self, num_stages: int) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,17 +24,23 @@ from stageline.partitioning.weighing import Balance
 
 @dataclass(frozen=True)
 class Example:
-    """One call of the model, and what to make even when it is cut."""
+    """One call of the model, what to make even when it is cut, and what ranks have and run."""
 
     args: Any = None
     kwargs: Any = None
     balance: Balance = "time"
     memory_limit: int | str | None = None
-    ranks: int | None = None
+    budget: Budget = field(default_factory=Budget)
 
     @property
     def is_given(self) -> bool:
         return self.args is not None or self.kwargs is not None
+
+    def limited(self) -> Budget:
+        """Return what ranks have and run if their memory is limited; else any schedule would do."""
+        if self.memory_limit is None:
+            return Budget()
+        return replace(self.budget, limit=read_bytes(self.memory_limit))
 
     def faults(self) -> list[str]:
         """Return what is wrong with it, whatever the model."""
@@ -96,8 +102,7 @@ def cut_any(
             model,
             split,
             balance=example.balance,
-            memory_limit=read_bytes(example.memory_limit),
-            ranks=example.ranks,
+            budget=example.limited(),
             decide=decide,
         )
         if not faults or not example.is_given or not isinstance(model, nn.Module):
@@ -114,7 +119,7 @@ def cut_any(
             decide,
             example.balance,
             example.memory_limit,
-            Budget(num_ranks=example.ranks if example.memory_limit is not None else None),
+            example.limited(),
         )
     except ConfigError as error:
         return CutModel(), list(error.findings)

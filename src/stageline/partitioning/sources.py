@@ -58,8 +58,7 @@ def cut_model(
     split: object,
     *,
     balance: Balance = "time",
-    memory_limit: int | None = None,
-    ranks: int | None = None,
+    budget: Budget | None = None,
     decide: splits.Decide = splits.decide_alone,
 ) -> tuple[list[StageSource], list[str]]:
     """Cut a Sequential as the user said; return its stages and what is wrong."""
@@ -74,7 +73,6 @@ def cut_model(
         faults.append("model: it has no children but CutPoints")
     if faults:
         return [], faults
-    budget = Budget(memory_limit, None if memory_limit is None else ranks)
     cuts, faults = decide(
         chain, partial(splits.resolve, chain, split, balance=balance, budget=budget)
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -160,11 +160,13 @@ class Engine:
         """
         purpose = Purpose.DIFFERENTIATE
         with self._call(purpose):
-            modes = ForwardModes(self._modules())
+            caller = CallerState.capture()
             batch = self._cut(args, kwargs, None, purpose)
             self.ties.refresh()
             states = self._states(batch, purpose, None)
             rows = [halves(row) for row in self.timetable.rows(batch.count, purpose)]
+            recomputes = any(later.recomputes for _, later in rows)
+            modes = ForwardModes(self._modules()) if recomputes else None
             with self._statistics(states):
                 self._run([forward for forward, _ in rows], states, observer, purpose)
             outputs = states[self._last_rank].outputs
@@ -193,9 +195,9 @@ class Engine:
                 self._call(),
                 self.undo.set_aside(() if is_whole else linked.parameters) as made,
                 self.undo.on_failure(purpose),
-                modes.restored(),
+                nullcontext() if modes is None else modes.restored(),
             ):
-                self._run(backwards, mine, observer, purpose, modes.caller)
+                self._run(backwards, mine, observer, purpose, caller)
             of_inputs = input_gradients(mine[self._placement[0]])
             of_parameters = made or [None] * len(linked.parameters)
             return [*of_parameters, *(of_inputs or [None] * len(leaves))]

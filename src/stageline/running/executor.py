@@ -4,9 +4,10 @@ Every kind of action has a handler of a few lines. What a step needs while it ru
 ``StepState``, made when the step begins and dropped when it ends, so that nothing outlives its
 step.
 
-    forwards.py    F and R
-    backwards.py   B, or I and W
-    moves.py       sends and receives
+    forwards.py             F
+    recompute_handlers.py   F whose graph is dropped, and R
+    backwards.py            B, or I and W
+    moves.py                sends and receives
 """
 
 from __future__ import annotations
@@ -22,19 +23,14 @@ from stageline.running.autocast import autocast_devices
 from stageline.running.backwards import backward, input_gradient, weight_gradient
 from stageline.running.current import CURRENT
 from stageline.running.events import ActionDone, Observer
-from stageline.running.forwards import (
-    forward,
-    forward_dropped,
-    forward_split,
-    recompute,
-    recompute_split,
-)
+from stageline.running.forwards import forward, forward_split
 from stageline.running.moves import (
     receive_backward,
     receive_forward,
     send_backward,
     send_forward,
 )
+from stageline.running.recompute_handlers import forward_dropped, recompute, recompute_split
 from stageline.running.state import StepState
 from stageline.running.transports.base import Aborted, Edge
 from stageline.scheduling import Action, Kind, Schedule

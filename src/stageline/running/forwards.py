@@ -1,4 +1,4 @@
-"""The handlers that run a stage: F, and R where F kept no graph."""
+"""F, the handlers that run a stage for the first time; all that R does too."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from stageline.running.boundary import (
 )
 from stageline.running.current import CURRENT
 from stageline.running.early import enter_early, pays
+from stageline.running.first_runs import Statistics, is_changed, versions
 from stageline.running.loss import LossRule
 from stageline.running.program import StageProgram
-from stageline.running.recompute import checkpointing, recomputing
-from stageline.running.split.again import Statistics, is_changed, versions
 from stageline.running.split.deferred import Deferred
 from stageline.running.split.mode import Differentiates, Splitting, leave_whole
 from stageline.running.state import StepState
@@ -35,68 +34,25 @@ from stageline.torch_private import tree_flatten
 def forward(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:
     """F: run a stage, keep its graph, hand its output on."""
     program = state.programs[stage]
-    arrived = _arrived(state, program, microbatch)
-    _hand_on(state, program, microbatch, _run(state, program, microbatch, arrived))
+    arrived = arrived_at(state, program, microbatch)
+    hand_on(state, program, microbatch, run_stage(state, program, microbatch, arrived))
 
 
 def forward_split(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:
     """F whose backward is I and W."""
     program = state.programs[stage]
-    arrived = _arrived(state, program, microbatch)
-    _hand_on(state, program, microbatch, _run_split(state, program, microbatch, arrived))
+    arrived = arrived_at(state, program, microbatch)
+    hand_on(state, program, microbatch, run_stage_split(state, program, microbatch, arrived))
 
 
-def forward_dropped(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:
-    """F that keeps its input and not its graph, because R will run it again.
-
-    It builds the graph all the same: which outputs need a gradient is seen only there.
-    """
-    program = state.programs[stage]
-    arrived = _arrived(state, program, microbatch)
-    arguments = _arguments(state, program, microbatch)
-    with (
-        state.again.kept(program, microbatch, arrived, arguments),
-        checkpointing(program.generators),
-    ):
-        made = _run(state, program, microbatch, arrived)
-    for table in (state.roots, state.slots, state.gradients):
-        table.pop((stage, microbatch), None)
-    _hand_on(state, program, microbatch, made)
-
-
-def recompute(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:
-    """R: run a stage once more and keep its graph; its output has long been handed on."""
-    _again(state, stage, microbatch, _run)
-
-
-def recompute_split(state: StepState, stage: int, microbatch: int, edge: Edge | None) -> None:
-    """R before I and W."""
-    _again(state, stage, microbatch, _run_split)
-
-
-def _again(
-    state: StepState,
-    stage: int,
-    microbatch: int,
-    run: Callable[[StepState, StageProgram, int, Packet | None], Packet | None],
-) -> None:
-    program = state.programs[stage]
-    statistics = Statistics(program)
-    with recomputing():
-        run(state, program, microbatch, state.again.pop(stage, microbatch))
-    if program.is_last and state.loss_rule is None:
-        del state.outputs[microbatch]  # the caller has it since F
-    statistics.put_back()
-
-
-def _arrived(state: StepState, program: StageProgram, microbatch: int) -> Packet | None:
+def arrived_at(state: StepState, program: StageProgram, microbatch: int) -> Packet | None:
     """Wait for what the stage before has made; the first stage waits for nothing."""
     if program.is_first:
         return None
     return state.take(state.arrivals, program, (program.index, microbatch))
 
 
-def _hand_on(
+def hand_on(
     state: StepState, program: StageProgram, microbatch: int, packet: Packet | None
 ) -> None:
     if packet is None:  # the last stage has made a loss, or outputs
@@ -107,7 +63,7 @@ def _hand_on(
         state.departures[program.index, microbatch] = packet
 
 
-def _run_split(
+def run_stage_split(
     state: StepState, program: StageProgram, microbatch: int, arrived: Packet | None
 ) -> Packet | None:
     """Run a stage and build bridges into its graph, unless nobody waits for I, or it is small."""
@@ -115,11 +71,11 @@ def _run_split(
     state.deferred[key] = Deferred()
     needs_gradient = _needs_gradient(state, program, arrived)
     if program.is_first and not needs_gradient:  # so it is in all microbatches
-        return _run(state, program, microbatch, arrived)
-    given = _arguments(state, program, microbatch) if arrived is None else arrived.leaves
+        return run_stage(state, program, microbatch, arrived)
+    given = arguments_of(state, program, microbatch) if arrived is None else arrived.leaves
     is_decided = state.is_decided(program)
     if not state.splits(program, given) or not needs_gradient:
-        return _run(state, program, microbatch, arrived)
+        return run_stage(state, program, microbatch, arrived)
     packet = _run_known(state, program, microbatch, arrived)
     if not is_decided:
         program.worth.note(given, state.deferred[key].work)
@@ -149,11 +105,14 @@ def _run_bridged(
     """Run a stage with bridges; if it differentiates, once more without them."""
     key = (program.index, microbatch)
     statistics = Statistics(program)
-    given = [*_arguments(state, program, microbatch), *([] if arrived is None else arrived.leaves)]
+    given = [
+        *arguments_of(state, program, microbatch),
+        *([] if arrived is None else arrived.leaves),
+    ]
     seen = versions(given)
     mode.begin(state.leaves(program.index), state.deferred[key])
     try:
-        return _run(state, program, microbatch, arrived, mode)
+        return run_stage(state, program, microbatch, arrived, mode)
     except Differentiates:
         leave_whole(program.module)
     if is_changed(seen):
@@ -164,7 +123,7 @@ def _run_bridged(
     state.deferred[key] = Deferred()
     state.stays_whole(program)
     statistics.put_back()
-    return _run(state, program, microbatch, arrived)
+    return run_stage(state, program, microbatch, arrived)
 
 
 def _needs_gradient(state: StepState, program: StageProgram, arrived: Packet | None) -> bool:
@@ -172,14 +131,14 @@ def _needs_gradient(state: StepState, program: StageProgram, arrived: Packet | N
     return state.builds_graph and any(flags)
 
 
-def _arguments(state: StepState, program: StageProgram, microbatch: int) -> list[Any]:
+def arguments_of(state: StepState, program: StageProgram, microbatch: int) -> list[Any]:
     """Return the arguments of the model that a stage may use."""
     if state.chosen:
         return list(state.chosen[microbatch].leaves)
     return tree_flatten(state.microbatches.inputs(microbatch))[0] if program.is_first else []
 
 
-def _run(
+def run_stage(
     state: StepState,
     program: StageProgram,
     microbatch: int,

@@ -131,6 +131,13 @@ class Losses:
             # Not the loss itself, whose storage may be as large as what it was reduced from.
             self._tensors[microbatch] = (loss.detach().clone(), weight)
 
+    def of(self, microbatch: int) -> Tensor:
+        """Return the loss of a microbatch, as it was."""
+        if microbatch in self._tensors:
+            return self._tensors[microbatch][0]
+        value, _, dtype = self._numbers[microbatch]
+        return torch.tensor(value, dtype=dtype, device="cpu")
+
     def total(self) -> Tensor:
         """Add up the weighed losses, first microbatch first, as a plain loop would."""
         if not self._numbers:

@@ -52,6 +52,15 @@ class StageProgram:
         return tuple(self.module.buffers())
 
     @cached_property
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        return tuple(self.module.parameters())
+
+    @cached_property
+    def holding(self) -> tuple[nn.Module, ...]:
+        """Modules that have buffers of their own."""
+        return tuple(module for module in self.module.modules() if module._buffers)
+
+    @cached_property
     def normalising(self) -> tuple[nn.Module, ...]:
         """Modules that may keep statistics: BatchNorm and its like."""
         modules = self.module.modules()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from stageline.errors import CaptureError
 
-Generators = list[tuple[str, Callable[[], Any]]]
+Generators = Sequence[tuple[str, Callable[[], Any]]]
 """Generators by name, each with what reads its state."""
 
 
@@ -92,7 +92,10 @@ def generators_of(stage: nn.Module) -> Generators:
 
     Those of Python and numpy, and those that its modules hold as attributes.
     """
-    found: Generators = [("Python's random", random.getstate), ("numpy.random", _numpy_state)]
+    found: list[tuple[str, Callable[[], Any]]] = [
+        ("Python's random", random.getstate),
+        ("numpy.random", _numpy_state),
+    ]
     for path, module in stage.named_modules():
         for name, value in vars(module).items():
             read = _reader(value)
@@ -108,7 +111,8 @@ def _reader(value: Any) -> Callable[[], Any] | None:
         return lambda: str(value.bit_generator.state)
     if isinstance(value, np.random.RandomState):
         return lambda: _comparable(value.get_state())
-    return value.getstate if isinstance(value, random.Random) else None
+    has_state = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)
+    return value.getstate if has_state else None
 
 
 def _numpy_state() -> tuple[Any, ...]:

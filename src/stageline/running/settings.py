@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from stageline.errors import ScheduleError, original_errors
+from stageline.partitioning.budget import Budget
 from stageline.planning.searching import find_schedule
 from stageline.running.control import Member, join
 from stageline.running.events import Observer
@@ -246,6 +247,16 @@ class Settings:
             return parse(self.schedule)
         except ScheduleError as error:
             return error
+
+    def budget(self) -> Budget:
+        """Return what ranks run, for their memory: where nothing else is said, 1F1B."""
+        given = self._given_schedule()
+        if isinstance(given, ScheduleError) or recompute_faults(self.recompute):
+            return Budget(num_ranks=self.ranks)  # find_faults tells
+        if given in ("1f1b", AUTO) and self.recompute == "never":
+            return Budget(num_ranks=self.ranks)
+        schedule = "1f1b" if given == AUTO else given  # what is searched for holds no more
+        return Budget(None, self.ranks, schedule, self.num_microbatches, recompute=self.recompute)
 
     def timetable(
         self, times: Sequence[int | None], num_ranks: int

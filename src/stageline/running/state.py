@@ -14,12 +14,12 @@ from stageline.capturing.direct.calls import Call
 from stageline.capturing.direct.entrances import Entrance
 from stageline.running.batch_norm import DeferredStatistics
 from stageline.running.boundary import GradientSlot, Packet, Root
+from stageline.running.first_runs import FirstRuns
 from stageline.running.foreign import ForeignParameters
 from stageline.running.loss import Losses, LossRule
 from stageline.running.microbatches import Microbatches
 from stageline.running.program import StageProgram
 from stageline.running.recordings import Chosen
-from stageline.running.split.again import Inputs
 from stageline.running.split.deferred import Deferred
 from stageline.running.split.layers import KnownLayers
 from stageline.running.split.mode import splittable_parameters
@@ -43,7 +43,7 @@ class StepState:
         returns: Gradients of the inputs of (stage, microbatch) that wait for their send; None where
             one has left already.
         deferred: What I of (stage, microbatch) leaves for W.
-        again: Inputs of (stage, microbatch) that R will need.
+        first_runs: What F of (stage, microbatch) leaves for R.
         input_gradients: Gradients of the model's arguments, for each microbatch, where asked for.
         losses: Loss of each microbatch, and what it weighs.
         outputs: Output of each microbatch, detached, where the caller wants it.
@@ -86,7 +86,7 @@ class StepState:
         self.gradients: dict[Key, Receipt] = {}
         self.returns: dict[Key, Packet | None] = {}
         self.deferred: dict[Key, Deferred] = {}
-        self.again = Inputs()
+        self.first_runs = FirstRuns()
         self.statistics: DeferredStatistics | None = None
         self.input_gradients: dict[int, Sequence[Tensor | None]] = {}
         self.losses = Losses()

@@ -86,8 +86,8 @@ class Undo:
                 added, parameter.grad = parameter.grad, gradient
                 if is_done and id(parameter) in goes_out:
                     made.append(added)
-                elif is_done and added is not None:
-                    _accumulate(parameter, added)
+                elif is_done and added is not None and parameter.requires_grad:
+                    _accumulate(parameter, added)  # not if it was frozen since its forward
 
     def _statistics(self) -> list[Tensor]:
         return [

@@ -1,0 +1,280 @@
+"""What a stage that is recomputed must not do, because R would make another forward of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import stageline as sl
+from stageline.running.first_runs import FirstRun, samples
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH = 6
+ROWS = 12
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(ROWS, WIDTH), torch.randint(3, (ROWS,))
+
+
+def stack() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+
+
+# Draws
+
+
+class Draws(nn.Module):
+    """Draws from a generator that is not torch's default one."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.source = source
+        self.rng = np.random.default_rng(0)
+        self.old = np.random.RandomState(0)
+        self.py = random.Random(0)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        draw: dict[str, Callable[[], float]] = {
+            "Python's random": random.random,
+            "numpy.random": np.random.rand,
+            "the generator rng": self.rng.random,
+            "the generator old": self.old.rand,
+            "the generator py": self.py.random,
+            "the generator generator": lambda: torch.rand((), generator=self.generator).item(),
+        }
+        return x * self.weight * draw[self.source]()
+
+
+SOURCES = (
+    *("Python's random", "numpy.random", "the generator rng", "the generator old"),
+    *("the generator py", "the generator generator"),
+)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_draws_that_cannot_be_repeated_are_refused(source: str) -> None:
+    """The second run would draw other numbers: gradients of another forward, without a word."""
+    stages = [nn.Linear(WIDTH, WIDTH), Draws(source)]
+    pipe = sl.Pipeline.from_stages(stages, num_microbatches=2, recompute=[1], loss_fn=F.mse_loss)
+    x, _ = batch()
+    with pytest.raises(sl.StepError, match=f"{source} was drawn from while a stage ran that is"):
+        pipe.step(x, target=x)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    with pytest.raises(sl.StepError, match="leave the stage out of recompute="):
+        pipe(x)
+    pipe.eval()
+    pipe.step(x, target=x)  # no gradient, no second run
+
+
+def test_draws_of_a_stage_that_is_not_recomputed_are_its_own_affair() -> None:
+    stages = [nn.Linear(WIDTH, WIDTH), Draws("the generator rng")]
+    pipe = sl.Pipeline.from_stages(stages, num_microbatches=2, recompute=[0], loss_fn=F.mse_loss)
+    x, _ = batch()
+    pipe.step(x, target=x)
+
+
+def test_a_draw_in_a_single_microbatch_is_refused() -> None:
+    stages = [nn.Linear(WIDTH, WIDTH), Draws("Python's random")]
+    pipe = sl.Pipeline.from_stages(
+        stages,
+        num_microbatches=4,
+        recompute=lambda stage, microbatch: (stage, microbatch) == (1, 3),
+        loss_fn=F.mse_loss,
+    )
+    x, _ = batch()
+    with pytest.raises(sl.StepError, match=r"1F3 failed.*Python's random was drawn from"):
+        pipe.step(x, target=x)
+
+
+def test_a_draw_in_the_loss_is_refused() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output, target) * random.random()
+
+    pipe = sl.Pipeline.from_stages(stack(), num_microbatches=2, recompute=[2], loss_fn=loss)
+    x, _ = batch()
+    with pytest.raises(sl.StepError, match=r"2F0 failed.*Python's random was drawn from"):
+        pipe.step(x, target=x)
+
+
+def test_a_source_of_entropy_that_is_not_asked_has_no_say() -> None:
+    """SystemRandom is a Random without a state: to read it was an error."""
+    first, *others = stack()
+    first.entropy = random.SystemRandom()  # type: ignore[assignment]  # no module
+    pipe = sl.Pipeline.from_stages(
+        [first, *others], num_microbatches=2, recompute="always", loss_fn=F.mse_loss
+    )
+    x, _ = batch()
+    pipe.step(x, target=x)
+
+
+# Other values in R
+
+
+OF_THE_FILE = np.random.default_rng(0)
+
+
+class Varies(nn.Module):
+    """Makes other values in every call, by what no one can see from outside."""
+
+    mean: Tensor
+
+    def __init__(self, how: str, *, is_late: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.how, self.is_late, self.calls = how, is_late, 0
+        self.rngs = [np.random.default_rng(0)]
+        self.entropy = random.SystemRandom()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.linear(x)
+        return x if self.is_late and self.calls < 3 else x * self.factor(x)
+
+    def factor(self, x: Tensor) -> float:
+        if self.how == "buffer":
+            self.mean = self.mean * 0.5 + x.detach().mean()
+        ways: dict[str, Callable[[], float]] = {
+            "global": OF_THE_FILE.random,
+            "list": self.rngs[0].random,
+            "entropy": self.entropy.random,
+            "count": lambda: self.calls,
+            "buffer": lambda: float(self.mean),
+            "python": random.random,
+        }
+        return ways[self.how]()
+
+
+@pytest.mark.parametrize(
+    ("how", "is_late"),
+    [
+        *((how, False) for how in ("global", "list", "entropy", "count", "buffer")),
+        ("python", True),
+    ],
+)
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_stage_that_makes_other_values_when_it_is_recomputed(
+    how: str, is_late: bool, ends: bool
+) -> None:
+    """Generators in a list or a global, and counters, went unseen: gradients of another forward."""
+    varies = Varies(how, is_late=is_late)
+    stages = [nn.Linear(WIDTH, WIDTH), *([varies] if ends else [varies, nn.Linear(WIDTH, WIDTH)])]
+    pipe = sl.Pipeline.from_stages(stages, num_microbatches=4, recompute=[1], loss_fn=F.mse_loss)
+    x, _ = batch()
+    with pytest.raises(sl.StepError, match=r"1R\d failed.*made other values when it was recomp"):
+        pipe.step(x, target=x)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    varies.calls = 0
+    out = pipe(x)
+    with pytest.raises(sl.StepError, match=r"1R\d failed.*made other values when it was recomp"):
+        out.sum().backward()
+
+
+class Averages(nn.Module):
+    """Puts another buffer in place of its own, as a moving average often does."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean * 0.5 + x.detach().mean()
+        made: Tensor = self.linear(x)
+        return made
+
+
+def test_a_buffer_that_the_stage_replaces_counts_once() -> None:
+    """R put a third value in its place: twice as many updates as microbatches."""
+    averages, plain = Averages(), Averages()
+    pipe = sl.Pipeline.from_stages(
+        [averages, nn.Linear(WIDTH, WIDTH)],
+        num_microbatches=4,
+        recompute="always",
+        loss_fn=F.mse_loss,
+    )
+    x, _ = batch()
+    for _ in range(2):
+        pipe.step(x, target=x)
+        for part in x.tensor_split(4):
+            plain(part)
+        assert torch.equal(averages.mean, plain.mean)
+
+
+def test_values_that_differ_by_rounding_are_the_same() -> None:
+    """Kernels of accelerators may add in any order."""
+    made = torch.linspace(-3.0, 3.0, 1000)
+    made[7] = torch.nan
+    first = FirstRun(None, [], samples([made]))
+    first.check_made([made * (1 + 1e-6)])
+    FirstRun(None, []).check_made([made])
+    for other in (made * 1.01, made[:500], made.double()):
+        with pytest.raises(sl.EdgeError, match="made other values"):
+            first.check_made([other])
+    with pytest.raises(sl.EdgeError, match="made other values"):
+        first.check_made([])
+
+
+# What happens between F and R
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_weights_that_change_between_a_call_and_its_backward_are_refused(recompute: str) -> None:
+    """R ran with the new weights and gave gradients that belong to no call, without a word."""
+    pipe = sl.Pipeline.from_stages(stack(), num_microbatches=4, recompute=recompute)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-6)
+    x, _ = batch()
+    first, second = pipe(x), pipe(x)
+    second.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(sl.StepError, match=r"modified (in place|by an inplace operation)"):
+        first.sum().backward()
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_weights_that_change_during_a_step_are_refused() -> None:
+    """An optimizer in a gradient hook: later microbatches have run forward with the old weights."""
+    pipe = sl.Pipeline.from_stages(
+        stack(), num_microbatches=4, schedule="gpipe", recompute="always", loss_fn=F.mse_loss
+    )
+
+    def update(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter.add_(1e-6)
+
+    for parameter in pipe.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    x, _ = batch()
+    with pytest.raises(sl.StepError, match=r"R1 failed.*was modified in place after its forward"):
+        pipe.step(x, target=x)
+
+
+def test_a_buffer_that_changes_between_a_call_and_its_backward_is_refused() -> None:
+    norm = nn.BatchNorm1d(WIDTH)
+    pipe = sl.Pipeline.from_stages(
+        [nn.Sequential(nn.Linear(WIDTH, WIDTH), norm), nn.Linear(WIDTH, 3)],
+        num_microbatches=4,
+        recompute="always",
+    )
+    norm.eval()
+    x, _ = batch()
+    out = pipe(x)
+    assert norm.running_var is not None
+    norm.running_var.mul_(2)
+    with pytest.raises(sl.StepError, match="was modified in place after its forward"):
+        out.sum().backward()
