@@ -351,7 +351,9 @@ def test_losses_are_read_too() -> None:
     assert not function_may_draw(weighed)
     assert not function_may_draw(lambda output, target: (output - target).square().mean())
     assert function_may_draw(perturbed)
-    assert function_may_draw(partial(F.mse_loss, reduction="sum"))  # not read
+    assert not function_may_draw(partial(F.mse_loss, reduction="sum"))
+    assert function_may_draw(partial(perturbed))
+    assert function_may_draw(partial(lambda loss, output, target: loss(output, target), perturbed))
     assert not function_draws_nothing(torch.rand)
 
 

@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stageline.capturing.streams.functions import DRAWING
+from stageline.capturing.values import SIMPLE
 from stageline.running.streams.reading import forward_draws_nothing, function_draws_nothing
+from stageline.torch_private import tree_flatten
+
+_PLAIN = (*SIMPLE, Tensor)  # what a function may be given without drawing by it
 
 # Modules of torch.nn whose forward draws nothing. Their children answer for themselves.
 _QUIET = """
@@ -158,8 +162,9 @@ def function_may_draw(function: Callable[..., Any] | None) -> bool:
     """
     if function is None:
         return False
-    if isinstance(function, partial):  # of what it was given, only the function can draw
-        return function_may_draw(function.func)
+    if isinstance(function, partial):
+        given = tree_flatten((function.args, function.keywords))[0]
+        return not all(isinstance(x, _PLAIN) for x in given) or function_may_draw(function.func)
     if isinstance(function, nn.Module):
         return Candidates.among(function.modules()).may_draw()
     known: Any = getattr(F, getattr(function, "__name__", ""), None)
