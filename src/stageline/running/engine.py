@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import BatchError, PipeError, ScheduleError
-from stageline.running.batch_norm import deferred
+from stageline.running.batch_norm import deferred, kept
 from stageline.running.boundary import Packet
 from stageline.running.caller import CallerState
 from stageline.running.caller_graph import (
@@ -195,6 +195,7 @@ class Engine:
                 self._call(),
                 self.undo.set_aside(() if is_whole else linked.parameters) as made,
                 self.undo.on_failure(gradients=False),
+                kept(self.programs.values(), is_wanted=self.defers_statistics),
                 nullcontext() if modes is None else modes.restored(),
             ):
                 self._run(backwards, mine, observer, purpose, caller)
