@@ -255,6 +255,64 @@ def test_a_call_that_draws_nothing_leaves_the_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class Passes(nn.Module):
+    """Returns its input as it is, or a view of it, beside what it makes."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(WIDTH))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Any:
+        if self.how == "alone":
+            return x
+        return x + self.bias, x if self.how == "beside" else x.view(-1, 2, 3)
+
+
+class ChangesWhatPassed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Any) -> Tensor:
+        made, passed = (0.0, value) if isinstance(value, Tensor) else value
+        out: Tensor = self.linear(passed.mul_(0.5).reshape(-1, WIDTH)) + made
+        return out
+
+
+@pytest.mark.parametrize("how", ["alone", "beside", "view"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_later_stage_may_change_in_place_what_a_stage_passes_on(how: str, is_first: bool) -> None:
+    """It changed the input that was kept for R, at times before R and at times after it."""
+
+    def stages() -> list[nn.Module]:
+        torch.manual_seed(0)
+        begins = [] if is_first else [nn.Linear(WIDTH, WIDTH)]
+        return [*begins, Passes(how), ChangesWhatPassed()]
+
+    mine, plain = stages(), nn.Sequential(*stages())
+    pipe = sl.Pipeline.from_stages(mine, num_microbatches=4, recompute="always")
+    x, y = batch()
+    F.cross_entropy(pipe(x.clone()), y).backward()
+    parts = [plain(part.clone()) for part in x.tensor_split(4)]
+    F.cross_entropy(torch.cat(parts), y).backward()
+    for one, other in zip(nn.Sequential(*mine).parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or other.grad is None or torch.equal(one.grad, other.grad)
+
+
+def test_an_output_may_be_changed_in_place_before_its_backward() -> None:
+    pipe = sl.Pipeline.from_stages(
+        [nn.Linear(WIDTH, WIDTH), nn.Identity()],
+        num_microbatches=1,
+        recompute="always",
+        merge_outputs=lambda outputs, sizes: outputs[0],
+    )
+    x, _ = batch()
+    pipe(x).mul_(2.0).sum().backward()
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
+
+
 # What a layer sees
 
 
