@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,15 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stageline as sl
-from tests.running.test_recompute import ROWS, WIDTH, Opened, batch, drawless, plain_call
+from tests.running.test_recompute import (
+    ROWS,
+    WIDTH,
+    Opened,
+    assert_same,
+    batch,
+    drawless,
+    plain_call,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -168,6 +177,75 @@ def test_a_flag_of_opened_code_is_that_of_the_forward() -> None:
         assert kept is not None
         assert recomputed is not None
         assert torch.equal(kept, recomputed)
+
+
+def _in_another_thread(backward: Callable[[], None]) -> None:
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+
+
+def _without_grad(backward: Callable[[], None]) -> None:
+    with torch.no_grad():
+        backward()
+
+
+def _in_inference_mode(backward: Callable[[], None]) -> None:
+    with torch.inference_mode():
+        backward()
+
+
+PLACES = [_in_another_thread, _without_grad, _in_inference_mode]
+
+
+@pytest.mark.parametrize("recompute", ["always", "except_last"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_backward_may_be_called_anywhere(
+    place: Callable[[Callable[[], None]], None], recompute: str
+) -> None:
+    pipe = sl.Pipeline(drawless(), split=2, num_microbatches=4, recompute=recompute)
+    plain = drawless()
+    x, y = batch()
+    place(F.cross_entropy(pipe(x), y).backward)
+    place(F.cross_entropy(plain_call(plain, x, 4), y).backward)
+    assert_same(pipe, plain)
+
+
+@pytest.mark.parametrize("recompute", ["always", "except_last", "waiting"])
+def test_calls_that_overlap_and_outputs_that_are_used_in_part(recompute: str) -> None:
+    """Each call has first runs of its own."""
+    pipe = sl.Pipeline(drawless(), split=2, num_microbatches=4, recompute=recompute)
+    plain = drawless()
+    x, _ = batch()
+    for call in (pipe, lambda x: plain_call(plain, x, 4)):
+        first, second, unused = call(x), call(x * 2), call(x * 3)
+        second[:5].sum().backward()
+        first.square().sum().backward()
+        del unused
+    assert_same(pipe, plain)
+
+
+def test_recompute_runs_under_the_saved_tensor_hooks_of_the_forward() -> None:
+    """What is kept for the backward is kept where the caller of pipe(x) has said."""
+    packed: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.numel())
+        return tensor.clone()
+
+    counts = []
+    for recompute in ("never", "always"):
+        pipe = sl.Pipeline(drawless(), split=2, num_microbatches=4, recompute=recompute)
+        plain = drawless()
+        x, y = batch()
+        packed.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = pipe(x)
+        F.cross_entropy(out, y).backward()
+        F.cross_entropy(plain_call(plain, x, 4), y).backward()
+        assert_same(pipe, plain)
+        counts.append(len(packed))
+    assert counts[1] == 2 * counts[0]  # in F and in R
 
 
 # Precision of float32, which torch keeps for all backends, some of them, and some operations
