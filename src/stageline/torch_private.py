@@ -87,6 +87,7 @@ __all__ = [
     "CHECKPOINT_GENERATOR",
     "COMPILED_CALL",
     "CPU_ATTENTION",
+    "GRADIENT_HOOKS",
     "MODULE_HOOKS",
     "NESTED_BACKWARDS",
     "SUPPORTED_NODES",
@@ -358,15 +359,18 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
     return hooks
 
 
+GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a parameter
+
+
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Return whether a hook is called with the gradient of a parameter; torch only adds them."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+    return any(getattr(parameter, name) for name in GRADIENT_HOOKS)
 
 
-def foreign_modes() -> list[str]:
-    """Return the modes that intercept torch in this thread, but for the default device."""
+def foreign_modes() -> list[type]:
+    """Return the classes of the modes that intercept torch in this thread, but for devices."""
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
-    return [type(mode).__name__ for mode in modes if not isinstance(mode, DeviceContext)]
+    return [type(mode) for mode in modes if not isinstance(mode, DeviceContext)]
 
 
 def leaf_names(tree: Any, *, root: str) -> list[str]:

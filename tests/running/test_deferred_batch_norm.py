@@ -357,26 +357,40 @@ def test_a_failed_call_changes_nothing(grad: bool) -> None:
 
 
 class Checkpointed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 5))
+        self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = checkpoint(self.layers, x, use_reentrant=False)
+        made: Tensor = checkpoint(self.layers, x, use_reentrant=self.reentrant)
         return made
 
 
-def test_a_checkpoint_of_the_users_own_counts_once() -> None:
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("kind", ["step", "call"])
+def test_a_checkpoint_of_the_users_own_counts_once(
+    kind: str, reentrant: bool, recompute: str
+) -> None:
+    """The backward of a call ran it again, and each microbatch counted, when statistics were
+    long committed."""
     torch.manual_seed(0)
-    inner, (x, y) = Checkpointed(), batch()
+    inner, (x, y) = Checkpointed(reentrant=reentrant), batch()
+    x.requires_grad_()  # or a reentrant one gives no gradient
     plain = copy.deepcopy(inner.layers[0])
     plain(x)
-    sl.Pipeline.from_stages(
+    pipe = sl.Pipeline.from_stages(
         [inner, nn.Linear(5, 3)],
         num_microbatches=4,
         loss_fn=F.cross_entropy,
         deferred_batch_norm=True,
-    ).step(x, target=y)
+        recompute=recompute,
+    )
+    if kind == "step":
+        pipe.step(x, target=y)
+    else:
+        F.cross_entropy(pipe(x), y).backward()
     assert_counted_once(inner.layers[0], plain)
 
 

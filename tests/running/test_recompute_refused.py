@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -83,6 +84,52 @@ def test_draws_of_a_stage_that_is_not_recomputed_are_its_own_affair() -> None:
     pipe = sl.Pipeline.from_stages(stages, num_microbatches=2, recompute=[0], loss_fn=F.mse_loss)
     x, _ = batch()
     pipe.step(x, target=x)
+
+
+class DrawsMeanwhile(nn.Module):
+    """Draws for the second microbatch while the next stage runs the first one."""
+
+    def __init__(self, draw: Callable[[], float], begun: threading.Event) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.draw, self.begun, self.drawn = draw, begun, threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if sl.current_microbatch() == 1:
+            assert self.begun.wait(timeout=60)
+            x = x * self.draw()
+            self.drawn.set()
+        made: Tensor = self.linear(x)
+        return made
+
+
+class Waits(nn.Module):
+    def __init__(self, meanwhile: DrawsMeanwhile) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.wait = meanwhile.drawn.wait
+        self.begin = meanwhile.begun.set
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.begin()
+        assert self.wait(timeout=60)
+        made: Tensor = self.linear(x)
+        return made
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_draw_of_another_stage_is_told_apart_if_its_generator_is_its_own(own: bool) -> None:
+    """Ranks are threads, and Python's random is one for all of them: the error says the way out."""
+    draw = random.Random(0).random if own else random.random
+    draws = DrawsMeanwhile(draw, threading.Event())
+    stages = [draws, Waits(draws)]
+    pipe = sl.Pipeline.from_stages(stages, num_microbatches=2, recompute=[1], loss_fn=F.mse_loss)
+    x, _ = batch()
+    if own:
+        pipe.step(x, target=x)
+        return
+    with pytest.raises(sl.StepError, match=r"another stage or thread .* own: random\.Random\(\)"):
+        pipe.step(x, target=x)
 
 
 def test_a_draw_in_a_single_microbatch_is_refused() -> None:
@@ -196,6 +243,25 @@ class Averages(nn.Module):
         self.mean = self.mean * 0.5 + x.detach().mean()
         made: Tensor = self.linear(x)
         return made
+
+
+@pytest.mark.parametrize("what", ["buffer", "argument", "input"])
+def test_what_a_stage_changes_in_place_is_refused_with_a_way_out(what: str) -> None:
+    """A spectral norm, for one; the errors spoke of schedules, and not of recompute=."""
+
+    class Changes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if what == "argument" or (what == "input" and sl.current_microbatch() == 1):
+                x.mul_(2)
+            return super().forward(x)
+
+    changes: nn.Module = Changes(WIDTH, WIDTH)
+    if what == "buffer":
+        changes = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+    stages = [changes, nn.Tanh()] if what == "argument" else [nn.Tanh(), changes]
+    pipe = sl.Pipeline.from_stages(stages, num_microbatches=2, recompute="always")
+    with pytest.raises(sl.StepError, match=r"in place.*or leave the stage out of recompute="):
+        pipe(batch()[0])
 
 
 def test_a_buffer_that_the_stage_replaces_counts_once() -> None:

@@ -176,6 +176,26 @@ def test_errors_of_the_library_are_those_it_always_raises() -> None:
         pipe(torch.empty(0, 4))
 
 
+@pytest.mark.parametrize("kind", ["call", "call without grad", "step", "step without grad"])
+def test_a_failed_call_leaves_running_statistics_as_they_were(kind: str) -> None:
+    """Those of a step were put back, and those of a call were of some of its microbatches."""
+    fails = Fails(ValueError("asked to"), "never")
+    norm = nn.BatchNorm1d(4)
+    stages = [nn.Sequential(nn.Linear(4, 4), norm), fails, nn.Linear(4, 4)]
+    pipe = sl.Pipeline.from_stages(stages, num_microbatches=2, loss_fn=F.mse_loss)
+    x, _ = batch(8)
+    pipe(x)
+    before = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    assert int(before["num_batches_tracked"]) == 2
+    fails.where = "forward"
+    grad = "without" not in kind
+    with torch.set_grad_enabled(grad), pytest.raises(sl.StepError, match="asked to") as caught:
+        pipe(x) if "call" in kind else pipe.step(x, target=x)
+    assert "zero_grad" not in str(caught.value)  # it has made no gradient
+    for name, buffer in norm.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+
+
 class Counting(nn.Module):
     def __init__(self, failed: threading.Event) -> None:
         super().__init__()

@@ -311,3 +311,19 @@ def deferred(
         for state in states:  # graphs may live longer than the call
             state.statistics = None
     statistics.commit()
+
+
+@contextmanager
+def kept(programs: Iterable[StageProgram], *, is_wanted: bool) -> Iterator[None]:
+    """Leave running statistics as they are, whatever a checkpoint of the user's own runs again.
+
+    Args:
+        programs: The stages of this process.
+        is_wanted: Whether the user asked for statistics that count a batch once.
+    """
+    statistics = DeferredStatistics(programs) if is_wanted else None
+    try:
+        yield
+    finally:
+        if statistics is not None:
+            statistics.put_back()

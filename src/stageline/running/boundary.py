@@ -11,7 +11,7 @@ slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -116,6 +116,23 @@ def leave(value: Any, buffers: Sequence[Tensor] = ()) -> tuple[Packet, list[Root
             leaves[index] = leaf.clone() if is_buffer else leaf.detach()
     packet.differentiable = differentiable
     return packet, roots
+
+
+def copy_shared(packet: Packet, kept: Iterable[Any]) -> None:
+    """Put copies in place of what lies in the memory of tensors that are kept.
+
+    Example:
+        >>> x = torch.zeros(2)
+        >>> packet = Packet([x.view(1, 2), 3])
+        >>> copy_shared(packet, [x])
+        >>> packet.leaves[0].add_(1), x
+        (tensor([[1., 1.]]), tensor([0., 0.]))
+    """
+    taken = {_address(each) for each in kept if isinstance(each, Tensor)} - {0}
+    packet.leaves = [
+        leaf.clone() if isinstance(leaf, Tensor) and _address(leaf) in taken else leaf
+        for leaf in packet.leaves
+    ]
 
 
 def _flatten(value: Any) -> Packet:

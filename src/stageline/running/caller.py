@@ -75,9 +75,16 @@ def refuse_foreign_modes() -> None:
         PipeError: It says which.
     """
     modes = foreign_modes()
-    if modes:
+    if any(mode.__module__.startswith("stageline.") for mode in modes):
         raise PipeError(
-            f"{' and '.join(modes)} is active in the calling thread and cannot follow into the "
+            "a stage of a pipeline called another pipeline, and what the first one follows in its "
+            "stages, such as random numbers and BatchNorms, cannot follow into the threads of the "
+            "ranks of the second: make one pipeline of both"
+        )
+    if modes:
+        names = " and ".join(mode.__name__ for mode in modes)
+        raise PipeError(
+            f"{names} is active in the calling thread and cannot follow into the "
             "threads of the ranks: leave it before the call"
         )
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stageline.errors import BatchError, PipeError, ScheduleError
-from stageline.running.batch_norm import deferred
+from stageline.running.batch_norm import deferred, kept
 from stageline.running.boundary import Packet
 from stageline.running.caller import CallerState
 from stageline.running.caller_graph import (
@@ -125,7 +125,7 @@ class Engine:
             batch = self._cut(args, kwargs, target, purpose)
             self.ties.refresh()
             states = self._states(batch, purpose, self.loss_rule)
-            with self.undo.on_failure(purpose), self._statistics(states):
+            with self.undo.on_failure(gradients=trains), self._statistics(states):
                 self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
                 last = states.get(self._last_rank)
                 outputs = self._outputs(last, batch) if self.keeps_outputs else None
@@ -145,7 +145,7 @@ class Engine:
             batch = self._cut(args, kwargs, None, purpose)
             self.ties.refresh()
             states = self._states(batch, purpose, None)
-            with self._statistics(states):
+            with self.undo.on_failure(gradients=False), self._statistics(states):
                 self._run(self.timetable.rows(batch.count, purpose), states, observer, purpose)
                 outputs = self._outputs(states.get(self._last_rank), batch)
                 self.runner.finish()
@@ -167,13 +167,13 @@ class Engine:
             rows = [halves(row) for row in self.timetable.rows(batch.count, purpose)]
             recomputes = any(later.recomputes for _, later in rows)
             modes = ForwardModes(self._modules()) if recomputes else None
-            with self._statistics(states):
+            with self.undo.on_failure(gradients=False), self._statistics(states):
                 self._run([forward for forward, _ in rows], states, observer, purpose)
             outputs = states[self._last_rank].outputs
             packets = [outputs.pop(index) for index in range(batch.count)]
+            linked = Linked(self.undo.parameters)
         backwards = [later for _, later in rows]
         unchanged = Unchanged(batch)
-        linked = Linked(self.undo.parameters)
 
         def backward(
             gradients: Sequence[Sequence[Tensor | None]], is_whole: bool
@@ -194,7 +194,8 @@ class Engine:
             with (
                 self._call(),
                 self.undo.set_aside(() if is_whole else linked.parameters) as made,
-                self.undo.on_failure(purpose),
+                self.undo.on_failure(gradients=False),
+                kept(self.programs.values(), is_wanted=self.defers_statistics),
                 nullcontext() if modes is None else modes.restored(),
             ):
                 self._run(backwards, mine, observer, purpose, caller)

@@ -95,13 +95,15 @@ class FirstRuns:
         if is_changed(fixed):
             raise EdgeError(
                 "the stage changes one of its buffers, or of the model's arguments, in place; R, "
-                "which runs it again, would change it twice: use a schedule without R"
+                "which runs it again, would change it twice: put another tensor in its place "
+                "(self.mean = ...), or leave the stage out of recompute=, with a schedule without R"
             )
         changed = is_changed(coming)
         if changed and copy is None:
             raise EdgeError(
                 "the stage changes its input in place, but did not do so for the first microbatch "
-                "of this step; R, which runs it again, has lost it: use a schedule without R"
+                "of this step; R, which runs it again, has lost it: work on a copy, or "
+                "leave the stage out of recompute=, with a schedule without R"
             )
         if changed:
             run.packet = copy

@@ -11,21 +11,62 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.backends import cuda
 
-_PROCESS_MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+_Mode = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+def _matmul_precision() -> str | None:
+    """Return what ``torch.set_float32_matmul_precision`` was given.
+
+    None where torch refuses to say it, because precisions of backends were set one by one.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _set_matmul_precision(precision: str | None) -> None:
+    if precision is not None:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _precisions() -> Iterator[_Mode]:
+    """Yield ``fp32_precision`` of all backends, which torch has since 2.9.
+
+    Those for several operations come first: one for a single operation reads like them until it has
+    a value of its own.
+    """
+    cudnn: Any = torch.backends.cudnn
+    mkldnn: Any = torch.backends.mkldnn
+    for owner, names in (
+        (torch.backends, ()),
+        (cudnn, ("conv", "rnn")),
+        (mkldnn, ("matmul", "conv", "rnn")),
+        (cuda.matmul, ()),
+    ):
+        for each in (owner, *(getattr(owner, name, None) for name in names)):
+            if hasattr(each, _PRECISION):
+                yield partial(getattr, each, _PRECISION), partial(setattr, each, _PRECISION)
+
+
+_PRECISION = "fp32_precision"
+_PROCESS_MODES: tuple[_Mode, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     # Which kernels of attention may be chosen, also on the CPU: torch.nn.attention.sdpa_kernel.
     (cuda.math_sdp_enabled, cuda.enable_math_sdp),
     (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
     (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    (_matmul_precision, _set_matmul_precision),  # sets some of the following
+    *_precisions(),
 )
 """Modes of the process, each with what reads and what sets it."""
 

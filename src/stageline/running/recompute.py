@@ -7,9 +7,9 @@ R   the same forward again                is_recomputing()
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -22,14 +22,9 @@ Generators = Sequence[tuple[str, Callable[[], Any]]]
 """Generators by name, each with what reads its state."""
 
 
-class _Phase(threading.local):
-    """Which run of a stage the current thread is in."""
-
-    is_checkpointing = False
-    is_recomputing = False
-
-
-_phase = _Phase()
+# Context variables and not thread-locals: a pipeline inside a stage takes them into its threads.
+_is_checkpointing: ContextVar[bool] = ContextVar("_is_checkpointing", default=False)
+_is_recomputing: ContextVar[bool] = ContextVar("_is_recomputing", default=False)
 
 
 def is_checkpointing() -> bool:
@@ -39,7 +34,7 @@ def is_checkpointing() -> bool:
         >>> is_checkpointing()
         False
     """
-    return _phase.is_checkpointing
+    return _is_checkpointing.get()
 
 
 def is_recomputing() -> bool:
@@ -51,7 +46,7 @@ def is_recomputing() -> bool:
         >>> is_recomputing()
         False
     """
-    return _phase.is_recomputing
+    return _is_recomputing.get()
 
 
 @contextmanager
@@ -62,29 +57,33 @@ def checkpointing(generators: Generators) -> Iterator[None]:
         CaptureError: It drew numbers that R would not draw again.
     """
     before = [read() for _, read in generators]
-    _phase.is_checkpointing = True
-    try:
+    with _set(_is_checkpointing):
         yield
-    finally:
-        _phase.is_checkpointing = False
     for (name, read), state in zip(generators, before, strict=True):
         if read() != state:
             raise CaptureError(
                 f"{name} was drawn from while a stage ran that is recomputed: the second run would "
                 "draw other numbers, and the gradients would be those of another forward. Draw "
                 "with torch (torch.rand, F.dropout), or leave the stage out of recompute=. If "
-                "another thread of the program drew, give it a generator of its own"
+                "another stage or thread drew meanwhile, give that one a generator of its own: "
+                "random.Random(), numpy.random.default_rng()"
             )
 
 
 @contextmanager
 def recomputing() -> Iterator[None]:
     """Run a forward for the second time."""
-    _phase.is_recomputing = True
+    with _set(_is_recomputing):
+        yield
+
+
+@contextmanager
+def _set(flag: ContextVar[bool]) -> Iterator[None]:
+    token = flag.set(True)
     try:
         yield
     finally:
-        _phase.is_recomputing = False
+        flag.reset(token)
 
 
 def generators_of(stage: nn.Module) -> Generators:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from stageline.running.boundary import Packet
+from stageline.running.boundary import Packet, copy_shared
 from stageline.running.first_runs import Statistics, samples
 from stageline.running.forwards import (
     arguments_of,
@@ -41,6 +41,10 @@ def forward_dropped(state: StepState, stage: int, microbatch: int, edge: Edge | 
             first.made = samples(_results(state, microbatch, made))
     for table in (state.roots, state.slots, state.gradients):
         table.pop((stage, microbatch), None)
+    handed_on = state.outputs.get(microbatch) if made is None else made
+    if handed_on is not None:
+        # A stage that returns its input as it is: who gets it may change it in place before R.
+        copy_shared(handed_on, [*arguments, *(first.packet.leaves if first.packet else ())])
     hand_on(state, program, microbatch, made)
 
 
