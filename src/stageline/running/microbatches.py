@@ -280,8 +280,6 @@ class _Sliceable:
         return trees.leaf_names(self._tree, root=self.root)
 
     def _batch_dim(self, leaf: Any, index: int, batch_dims: BatchDims) -> int | None:
-        if isinstance(leaf, np.ndarray):
-            raise BatchError(f"{self.names[index]} is a numpy array: pass torch.from_numpy(...)")
         if not isinstance(leaf, Tensor):
             if not isinstance(leaf, Replicated):
                 self._refuse_hidden(leaf, index)
@@ -294,6 +292,11 @@ class _Sliceable:
             dim = batch_dims.get(self.names[index], 0)
         if dim is None:
             return None
+        if leaf.layout is not torch.strided:
+            raise BatchError(
+                f"{self.names[index]} is a tensor of layout {leaf.layout}, which cannot be split: "
+                "pass it dense, or wrap it in sl.replicate(...)"
+            )
         if not -leaf.dim() <= dim < leaf.dim():
             raise BatchError(
                 f"{self.names[index]} has shape {tuple(leaf.shape)}, so it has no dimension {dim} "
@@ -302,6 +305,8 @@ class _Sliceable:
         return dim % leaf.dim()
 
     def _refuse_hidden(self, leaf: Any, index: int) -> None:
+        if isinstance(leaf, np.ndarray):
+            raise BatchError(f"{self.names[index]} is a numpy array: pass torch.from_numpy(...)")
         where = find_hidden_tensor(leaf)
         if where is not None:
             raise BatchError(
@@ -337,7 +342,7 @@ class _Sliceable:
             return [self._tree] * (len(starts) - 1)
         if (self._is_tensor or self._is_one) and self.dims[0] is not None:
             leaf = self.leaves[0]
-            if (detached or not leaf.requires_grad) and leaf.layout is torch.strided:
+            if detached or not leaf.requires_grad:
                 # Unsafe only where a graph hangs on it; each part has a version counter of its own.
                 lengths = [end - start for start, end in pairwise(starts)]
                 parts = torch.unsafe_split_with_sizes(leaf.data, lengths, self.dims[0])
