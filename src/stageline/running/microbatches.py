@@ -25,7 +25,7 @@ from stageline import torch_private as trees
 from stageline.capturing.values import SIMPLE
 from stageline.errors import BatchError
 from stageline.running.hidden import find_hidden_tensor
-from stageline.running.sizes import MicrobatchSizes, checked_sizes, split_sizes
+from stageline.running.sizes import MicrobatchSizes, checked_sizes, refuse_unknown, split_sizes
 from stageline.wording import a_kind
 
 BatchDims = int | Mapping[str, int | None]
@@ -166,6 +166,10 @@ class Microbatches:
             self._sliced_inputs = list(zip(args, kwargs, strict=True))
         if targets:
             self._sliced_targets = self._target.slices(self._starts)
+
+    def receive_targets(self, targets: list[Any], weights: Sequence[float] | None) -> None:
+        """Take the targets that another rank has cut, and what it weighs the losses with."""
+        self._sliced_targets, self.weights = targets, weights
 
     @cached_property
     def inputs_with_gradient(self) -> list[bool]:
@@ -387,13 +391,3 @@ def _unmarked(leaf: Any) -> Any:
     if not any(isinstance(value, Replicated) for value in inside):
         return leaf.value
     return trees.tree_map_only(Replicated, _unmarked, leaf.value)
-
-
-def refuse_unknown(wanted: Sequence[str], names: Sequence[str], what: str) -> None:
-    """Raise for entries of ``batch_dims`` that name no leaf."""
-    unknown = [name for name in wanted if name not in names]
-    if unknown:
-        raise BatchError(
-            f"batch_dims names {', '.join(map(repr, unknown))}, but the leaves of this {what} are "
-            f"{', '.join(names)}"
-        )
