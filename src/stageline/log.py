@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 LEVEL_VARIABLE = "STAGELINE_LOG"
 LEVELS = ("debug", "info", "warning", "error")
@@ -40,3 +43,15 @@ def debug(rank: int, message: str) -> None:
 def warning(rank: int, message: str) -> None:
     """Log a line that the user should see."""
     _logger.warning("rank %d: %s", rank, message)
+
+
+@contextmanager
+def warning_after(seconds: float, rank: int, message: str) -> Iterator[None]:
+    """Log a line if what is done here takes long."""
+    timer = threading.Timer(seconds, warning, (rank, message))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

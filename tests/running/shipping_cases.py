@@ -88,11 +88,28 @@ def grad_of(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def trained(rank: int, where: str, settings: dict[str, Any]) -> list[str]:
+def on_meta(plain: Asking) -> tuple[Asking, dict[str, Any]]:
+    """Return a twin without numbers, and the setting that gives it those of a model."""
+    weights = plain.state_dict()
+
+    def read(stage: nn.Module, index: int) -> None:
+        for name, tensor in stage.state_dict().items():
+            tensor.copy_(weights[name])
+
+    with torch.device("meta"):
+        return Asking(plain.dropout), {"init_stage": read}
+
+
+def trained(
+    rank: int, where: str, settings: dict[str, Any], begins_on_meta: bool = False
+) -> list[str]:
     """Train on batches of several sizes, signs and kinds; return what is not as in the model."""
     torch.manual_seed(0)
     model, plain = Asking(dropout=0.25), Asking(dropout=0.25)
     plain.load_state_dict(model.state_dict())
+    if begins_on_meta:
+        model, reading = on_meta(plain)
+        settings = {**settings, **reading}
     pipe = built(model, **settings)
     wrong = []
     kinds: list[tuple[str, int, int, dict[str, Any], Callable[[], AbstractContextManager[Any]]]] = [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from torch.nn import functional as F
 
 import stageline as sl
 from stageline.testing import RankPool, plain_step
+from tests.running.mortals import Mortals, Teller, join_world
 
 pytestmark = pytest.mark.processes
 
@@ -162,6 +166,32 @@ def _one_fails(rank: int) -> list[str]:
 
 def test_a_pipeline_goes_on_where_another_one_fails(four_ranks: RankPool) -> None:
     assert four_ranks.run(_one_fails) == [[]] * 4
+
+
+def train_beside_a_death(rank: int, size: int, store: str, tell: Teller) -> None:
+    """The second process of one pipeline is killed; the other pipeline trains until after that."""
+    join_world(rank, size, store)
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    pipe = built(50 + rank % 2, group=groups[rank % 2])
+    try:
+        for step in range(4):
+            if rank == 2 and step == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            tell("right", step, is_exact(pipe, 50 + rank % 2, step))
+            time.sleep(0.1)
+    except sl.PeerError as error:
+        tell("raised", str(error))
+
+
+def test_a_pipeline_goes_on_where_a_process_of_another_one_is_killed() -> None:
+    lives = Mortals(train_beside_a_death, 4).bury()
+    for rank in (1, 3):
+        assert lives[rank].said == [("right", step, True) for step in range(4)]
+        assert lives[rank].exit_code == 0
+    assert lives[2].exit_code == -signal.SIGKILL
+    raised = lives[0].first("raised")
+    assert raised is not None
+    assert raised[0].startswith("rank 1 is gone")  # the second one in its group
 
 
 def _of_three_and_of_one(rank: int, transport: str | None) -> bool:

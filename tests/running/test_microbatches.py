@@ -83,6 +83,14 @@ def test_replicated_leaves_go_whole_and_without_their_mark() -> None:
         assert kwargs["tree"] is tree
 
 
+def test_a_sparse_tensor_goes_whole_or_is_refused() -> None:
+    """It was torch that failed, with two pages about a backend."""
+    sparse = torch.eye(4).to_sparse()
+    assert cut(rows(4), sl.replicate(sparse), count=2).inputs(0)[0][1] is sparse
+    with pytest.raises(sl.BatchError, match=r"args\[1\] is a tensor of layout torch.sparse_coo"):
+        cut(rows(4), sparse, count=2)
+
+
 def test_a_replicated_target_goes_whole() -> None:
     target = {"prototypes": sl.replicate(rows(9)), "labels": rows(4)}
     batch = cut(rows(4), target=target, count=2)

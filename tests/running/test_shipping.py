@@ -41,6 +41,12 @@ def test_a_recorded_model_trains_wherever_its_data_is(
     assert two_ranks.run(trained, where, {"transport": transport}) == [[], []]
 
 
+@pytest.mark.parametrize("where", ["first", "all"])
+def test_a_model_that_began_on_meta_is_recorded_again(where: str, four_ranks: RankPool) -> None:
+    """A rank has made only its own stages real, and could record nothing but the example."""
+    assert four_ranks.run(trained, where, {}, True) == [[]] * 4
+
+
 def _evaluated(rank: int, where: str, kind: str) -> list[str]:
     torch.manual_seed(0)
     model, plain = Asking(dropout=0.25), Asking(dropout=0.25)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -156,6 +156,65 @@ def _targets(rank: int, where: str) -> list[str]:
 def test_targets_of_all_kinds(where: str, two_ranks: RankPool) -> None:
     """A rank that was given a scalar alone asked for a batch dimension, which others know."""
     assert two_ranks.run(_targets, where) == [[], []]
+
+
+class Labels(NamedTuple):
+    """A batch of labels; torch has no name under which it could cross between processes."""
+
+    y: Tensor
+
+
+def labelled(output: Tensor, labels: Labels) -> Tensor:
+    return F.cross_entropy(output, labels.y)
+
+
+def _named_tuple(rank: int) -> tuple[list[str], bool]:
+    torch.manual_seed(0)
+    model, plain = Asking(), Asking()
+    plain.load_state_dict(model.state_dict())
+    pipe = built(model, loss_fn=labelled)
+    x, mask, y = batch()
+    said = []
+    with pytest.raises(sl.StagelineError) as caught:
+        pipe.step(*((x, mask) if rank == 0 else ()), target=Labels(y) if rank == 0 else None)
+    said.append(f"{type(caught.value).__name__}: {caught.value}")
+    loss = pipe.step(x, mask, target=Labels(y)).loss
+    wanted = plain_step(plain, x, mask, target=Labels(y), num_microbatches=3, loss_fn=labelled)
+    pipe.close()
+    return said, torch.equal(loss, wanted.loss)
+
+
+def test_a_target_that_cannot_travel_is_named_and_works_where_every_rank_has_it(
+    two_ranks: RankPool,
+) -> None:
+    (first, first_is_right), (second, second_is_right) = two_ranks.run(_named_tuple)
+    assert first[0].startswith("BatchError: rank 1 lacks a part of the batch, and rank 0 cannot")
+    assert "namedtuple class <class 'tests.running.test_shipping_kinds.Labels'>" in first[0]
+    assert "TreeSpec(dict" not in first[0]  # the message as a whole, which is no user's concern
+    assert second[0].startswith("PeerError: rank 0 failed in a training step: rank 1 lacks a part")
+    assert first_is_right
+    assert second_is_right
+
+
+def _another_batch_later(rank: int) -> str:
+    """Values are compared in the first calls, and then in one of fifty."""
+    torch.manual_seed(0)
+    pipe = built(Asking())
+    for _ in range(4):
+        x, mask, y = batch()
+        pipe.step(x, mask, target=y)
+        x, mask, y = batch(sign=-1)
+        pipe.step(x, mask, target=y)
+    with pytest.raises(sl.StepError) as caught:
+        pipe.step(x if rank else -x, mask, target=y)
+    pipe.close()
+    return str(caught.value)
+
+
+def test_a_batch_that_goes_another_way_on_one_rank_is_told(two_ranks: RankPool) -> None:
+    """The message spoke of the state of the model alone, which was the same everywhere."""
+    for message in two_ranks.run(_another_batch_later):
+        assert "the rank before was given another batch, or its model is in another" in message
 
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]

@@ -12,6 +12,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # without
 
 from stageline.errors import PeerError
 from stageline.running import world
+from stageline.running.settings import Settings
 from stageline.running.slabs import can_share_memory
 from stageline.running.world import World
 from stageline.torch_private import Store
@@ -105,6 +106,17 @@ def test_what_was_left_in_a_store_is_neither_seen_nor_answered_for(store: Store)
 def test_a_rank_that_does_not_come_is_named(store: Store) -> None:
     with pytest.raises(PeerError, match=r"rank 0 did not meet .*\(rank 1 has not come\)"):
         World(0, 2).store(0.05)
+
+
+def test_a_process_says_that_it_waits_for_others_to_build(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was silent for up to half an hour, while another process built something else."""
+    monkeypatch.setattr(world, "_FIRST_NOTE", 0.01)
+    with pytest.raises(PeerError, match="rank 1 did not meet the 2 processes"):
+        Settings(timeout=0.2).join(World(1, 2))
+    (line,) = caplog.messages
+    assert line.startswith("rank 1: waits for all 2 processes to build this pipeline, 0.01 s so")
 
 
 def test_a_rank_that_is_not_answered_gives_up(store: Store) -> None:

@@ -260,6 +260,10 @@ class Bindings:
             return leaf.to("meta")
         return torch.device("meta") if isinstance(leaf, torch.device) else leaf
 
+    def are_on_meta(self, arguments: Any) -> bool:
+        """Whether the arguments of a module are on meta, where only a part of the model is."""
+        return self.device is not None and any(t.is_meta for t in tensors_in(arguments))
+
     def real_device(self, device: Any) -> Any:
         if self.device is not None and isinstance(device, torch.device) and device.type == "meta":
             return self.device

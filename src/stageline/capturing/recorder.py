@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
 from stageline.capturing import calls
+from stageline.capturing.abstract import without_numbers
 from stageline.capturing.binding import Bindings
 from stageline.capturing.graph import Call
 from stageline.capturing.guards import check, check_structure, structure
@@ -327,11 +328,12 @@ class Recorder(TorchFunctionMode):
             before = self.bindings.versions((args, kwargs))
             fx_args, fx_kwargs = self.to_nodes(args), self.to_nodes(kwargs)
             real_args, real_kwargs = self.bindings.real((args, kwargs), module)
+            on_meta = self.bindings.are_on_meta((real_args, real_kwargs))
             shapes = structure((real_args, real_kwargs))
             self.bindings.begin_leaf((args, kwargs))
         self.check_random()
         self.bindings.leaf_paths.append(path)
-        with self.unrecorded(path):
+        with self.unrecorded(path), without_numbers(module) if on_meta else nullcontext():
             result = call(*real_args, **real_kwargs)
         if getattr(call, "is_direct", False):
             self._note_direct(module)

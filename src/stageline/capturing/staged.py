@@ -258,8 +258,9 @@ class VariantStage(Parts):
         if wiring is None or (variant is not None and sent != variant):
             raise CaptureError(
                 f"stage {self.index} was sent values of another recording than it follows: the "
-                "model is in another state on the rank before. Set modes, and what the model's "
-                "code decides by, to the same on every rank"
+                "rank before was given another batch, or its model is in another state. Give every "
+                "rank the same data, and set modes, and what the model's code decides by, to the "
+                "same on every rank"
             )
         track = here.track
         if track is not None and track.base is not None:

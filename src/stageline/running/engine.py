@@ -330,7 +330,7 @@ class Engine:
         chosen: Sequence[Chosen] = ()
         if self._shipping is not None:
             chosen = self._shipping.chosen(batch, purpose)
-            batch = self._shipping.with_target(batch, purpose)
+            self._shipping.deliver_target(batch, purpose)
         elif self.recordings is not None:
             chosen = self.recordings.choose(batch, builds_graph=purpose.builds_graph)
         # Only now: what was recorded for this call may draw, and so may the loss.

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from stageline import torch_private as trees
-from stageline.running.microbatches import BatchDims, refuse_unknown
+from stageline.running.microbatches import BatchDims
+from stageline.running.sizes import refuse_unknown
 
 MergeOutputs = Callable[[Sequence[Any], Sequence[int]], Any]
 """``(outputs of the microbatches, their rows) -> the output of the batch``."""

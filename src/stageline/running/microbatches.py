@@ -25,7 +25,7 @@ from stageline import torch_private as trees
 from stageline.capturing.values import SIMPLE
 from stageline.errors import BatchError
 from stageline.running.hidden import find_hidden_tensor
-from stageline.running.sizes import MicrobatchSizes, checked_sizes, split_sizes
+from stageline.running.sizes import MicrobatchSizes, checked_sizes, refuse_unknown, split_sizes
 from stageline.wording import a_kind
 
 BatchDims = int | Mapping[str, int | None]
@@ -167,6 +167,10 @@ class Microbatches:
         if targets:
             self._sliced_targets = self._target.slices(self._starts)
 
+    def receive_targets(self, targets: list[Any], weights: Sequence[float] | None) -> None:
+        """Take the targets that another rank has cut, and what it weighs the losses with."""
+        self._sliced_targets, self.weights = targets, weights
+
     @cached_property
     def inputs_with_gradient(self) -> list[bool]:
         """For each leaf of the arguments, whether it requires a gradient; empty if none does."""
@@ -280,8 +284,6 @@ class _Sliceable:
         return trees.leaf_names(self._tree, root=self.root)
 
     def _batch_dim(self, leaf: Any, index: int, batch_dims: BatchDims) -> int | None:
-        if isinstance(leaf, np.ndarray):
-            raise BatchError(f"{self.names[index]} is a numpy array: pass torch.from_numpy(...)")
         if not isinstance(leaf, Tensor):
             if not isinstance(leaf, Replicated):
                 self._refuse_hidden(leaf, index)
@@ -294,6 +296,11 @@ class _Sliceable:
             dim = batch_dims.get(self.names[index], 0)
         if dim is None:
             return None
+        if leaf.layout is not torch.strided:
+            raise BatchError(
+                f"{self.names[index]} is a tensor of layout {leaf.layout}, which cannot be split: "
+                "pass it dense, or wrap it in sl.replicate(...)"
+            )
         if not -leaf.dim() <= dim < leaf.dim():
             raise BatchError(
                 f"{self.names[index]} has shape {tuple(leaf.shape)}, so it has no dimension {dim} "
@@ -302,6 +309,8 @@ class _Sliceable:
         return dim % leaf.dim()
 
     def _refuse_hidden(self, leaf: Any, index: int) -> None:
+        if isinstance(leaf, np.ndarray):
+            raise BatchError(f"{self.names[index]} is a numpy array: pass torch.from_numpy(...)")
         where = find_hidden_tensor(leaf)
         if where is not None:
             raise BatchError(
@@ -337,7 +346,7 @@ class _Sliceable:
             return [self._tree] * (len(starts) - 1)
         if (self._is_tensor or self._is_one) and self.dims[0] is not None:
             leaf = self.leaves[0]
-            if (detached or not leaf.requires_grad) and leaf.layout is torch.strided:
+            if detached or not leaf.requires_grad:
                 # Unsafe only where a graph hangs on it; each part has a version counter of its own.
                 lengths = [end - start for start, end in pairwise(starts)]
                 parts = torch.unsafe_split_with_sizes(leaf.data, lengths, self.dims[0])
@@ -382,13 +391,3 @@ def _unmarked(leaf: Any) -> Any:
     if not any(isinstance(value, Replicated) for value in inside):
         return leaf.value
     return trees.tree_map_only(Replicated, _unmarked, leaf.value)
-
-
-def refuse_unknown(wanted: Sequence[str], names: Sequence[str], what: str) -> None:
-    """Raise for entries of ``batch_dims`` that name no leaf."""
-    unknown = [name for name in wanted if name not in names]
-    if unknown:
-        raise BatchError(
-            f"batch_dims names {', '.join(map(repr, unknown))}, but the leaves of this {what} are "
-            f"{', '.join(names)}"
-        )

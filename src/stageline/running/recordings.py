@@ -6,7 +6,7 @@ their own would all have to wait for it in the middle of a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -149,16 +149,17 @@ class Recordings:
                 "the same on every rank"
             )
 
-    def inputs(self, stages: Iterable[int], variants: Iterable[str]) -> dict[int, str]:
-        """Return places and names of the arguments that stages use in some recordings."""
-        wanted, stages = set(variants), list(stages)
-        return {
-            place: variant.recording.input_names[place]
-            for variant in self._staged.variants
-            if variant.name in wanted
-            for stage in stages
-            for place in variant.codes[stage].inputs
-        }
+    def inputs(self, stages: Collection[int], variants: Collection[str]) -> list[int]:
+        """Return the places of the arguments that stages use in some recordings."""
+        return sorted(
+            {
+                place
+                for variant in self._staged.variants
+                if variant.name in variants
+                for stage in stages
+                for place in variant.codes[stage].inputs
+            }
+        )
 
     def keep(self) -> None:
         """Keep what was recorded: every rank has it by now."""

@@ -79,14 +79,15 @@ class Settings:
             value if _is_seconds(value) else default
             for value, default in ((self.timeout, 1800.0), (self.heartbeat_timeout, 30.0))
         )
-        return join(
-            world.store(wait),
-            world.rank,
-            world.size,
-            timeout=wait,
-            heartbeat_timeout=silence,
-            name=world.name,
-        )
+        with world.waits(wait):
+            return join(
+                world.store(wait),
+                world.rank,
+                world.size,
+                timeout=wait,
+                heartbeat_timeout=silence,
+                name=world.name,
+            )
 
     def default_split(self) -> int | None:
         """Return the number of stages if the user names none: one per process, or per rank."""

@@ -226,14 +226,15 @@ class Shipping:
             chosen.append(Chosen(variant, leaves))
         return chosen
 
-    def with_target(self, batch: Microbatches, purpose: Purpose) -> Microbatches:
-        """Send the target to the last rank, or receive it there; return the batch with it."""
+    def deliver_target(self, batch: Microbatches, purpose: Purpose) -> None:
+        """Send the target to the last rank, or receive it there."""
         giver = self._now(purpose).gives_target
         if giver is None or self._rank not in (giver, self._last):
-            return batch
+            return
         if self._rank == self._last:
             told = self._runner.hear(giver, _TARGETS)
-            return _WithTarget(batch, told["targets"], told["weights"])
+            batch.receive_targets(told["targets"], told["weights"])
+            return
         leaves = tree_flatten(batch.whole.target)[0]
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             raise BatchError(
@@ -246,7 +247,6 @@ class Shipping:
             weights = [self._loss_rule.weight(batch, index) for index in indices]
         targets = [batch.target(index) for index in indices]
         self._tell(batch, self._last, _TARGETS, {"targets": targets, "weights": weights})
-        return batch
 
     def _now(self, purpose: Purpose) -> Settled:
         return self._settled[purpose] if self._new is None else self._new[1]
@@ -262,20 +262,6 @@ class Shipping:
                 f"it needs ({'; '.join(strange) or cause}). Pass the whole batch on every rank, or "
                 "only tensors, numbers, strings, truth values and None"
             ) from cause
-
-
-class _WithTarget(Microbatches):
-    """A batch whose target has come from another rank, microbatch by microbatch."""
-
-    def __init__(
-        self, batch: Microbatches, targets: Sequence[Any], weights: Sequence[float] | None
-    ) -> None:
-        vars(self).update(vars(batch))
-        self._received = targets
-        self.weights = weights
-
-    def target(self, index: int) -> Any:
-        return self._received[index]
 
 
 def _argument_names(batch: Microbatches) -> list[str]:
@@ -297,10 +283,10 @@ def _told(
     }
 
 
-def _arguments(used: Mapping[int, str], chosen: Sequence[Chosen]) -> dict[str, Any]:
+def _arguments(places: Sequence[int], chosen: Sequence[Chosen]) -> dict[str, Any]:
     """Return the arguments that the stages of a rank use."""
     return {
         "count": max(len(each.leaves) for each in chosen),
-        "places": list(used),
-        "leaves": [[each.leaves[place] for place in used] for each in chosen],
+        "places": places,
+        "leaves": [[each.leaves[place] for place in places] for each in chosen],
     }

@@ -1,4 +1,4 @@
-"""How many rows each microbatch gets."""
+"""How many rows each microbatch gets, and whether names of its leaves are right."""
 
 from __future__ import annotations
 
@@ -31,3 +31,13 @@ def checked_sizes(sizes: MicrobatchSizes, rows: int, num_microbatches: int) -> l
         f"microbatch_sizes({rows}, {num_microbatches}) returned {found}: wanted at most "
         f"{num_microbatches} whole numbers above 0 whose sum is {rows}"
     )
+
+
+def refuse_unknown(wanted: Sequence[str], names: Sequence[str], what: str) -> None:
+    """Raise for entries of ``batch_dims`` that name no leaf."""
+    unknown = [name for name in wanted if name not in names]
+    if unknown:
+        raise BatchError(
+            f"batch_dims names {', '.join(map(repr, unknown))}, but the leaves of this {what} are "
+            f"{', '.join(names)}"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from secrets import token_hex
@@ -11,6 +12,7 @@ from secrets import token_hex
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from stageline import log
 from stageline.errors import ConfigError, PeerError
 from stageline.torch_private import PrefixStore, Store, default_store
 
@@ -71,6 +73,15 @@ class World:
     def name(self) -> str:
         """What the processes of a pipeline call themselves, alike on all of them."""
         return "/".join(["stageline", *map(str, self.members)])
+
+    def waits(self, timeout: float) -> AbstractContextManager[None]:
+        """Return what logs a line if the others let this process wait."""
+        return log.warning_after(
+            _FIRST_NOTE,
+            self.rank,
+            f"waits for all {self.size} processes to build this pipeline, {_FIRST_NOTE:g} s so "
+            f"far (timeout={timeout:g}): each must build the same pipelines in the same order",
+        )
 
     def store(self, timeout: float) -> Store:
         """Return the store of the job: that of the script's own world, where it has made one.
@@ -136,5 +147,6 @@ class World:
 
 
 _OUTSIDE = "this process is not in it: call this only on its processes"
+_FIRST_NOTE = 10.0  # seconds until a line tells what this process waits for
 _PAUSE = 0.005  # seconds between two looks for processes that have not come
 _stores: dict[World, Store] = {}  # kept for as long as this process lives: others use them

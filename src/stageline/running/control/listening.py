@@ -24,7 +24,8 @@ class Listener(threading.Thread):
         self._interval = interval
         self._selector = selectors.DefaultSelector()
         self._stopped = False
-        self._end, self._stop = os.pipe()
+        # Not self._stop: a method of threads, which Python calls in children, and in join().
+        self._end, self._wake = os.pipe()
         self._selector.register(self._end, selectors.EVENT_READ, None)
         self.on_beat: Callable[[float], None] = lambda _: None
 
@@ -41,7 +42,7 @@ class Listener(threading.Thread):
         if not self._stopped:
             self._stopped = True
             with suppress(OSError):
-                os.write(self._stop, b"!")
+                os.write(self._wake, b"!")
 
     def run(self) -> None:
         last = time.monotonic()
@@ -56,4 +57,4 @@ class Listener(threading.Thread):
                 last = now
         self._selector.close()
         os.close(self._end)
-        os.close(self._stop)
+        os.close(self._wake)

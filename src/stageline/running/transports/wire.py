@@ -265,12 +265,12 @@ def _dump_spec(spec: trees.TreeSpec, edge: Edge) -> str:
     try:
         text = trees.treespec_dumps(spec)
         if _load_spec(text) != spec:  # a tuple as key of a dict would come back as a list
-            raise ValueError("it does not survive the way through JSON")
+            raise ValueError(f"{spec} does not survive the way through JSON")
         return text
-    except Exception as cause:
+    except Exception as cause:  # torch names the class that it does not know
         raise EdgeError(
-            f"edge {edge}: the structure {spec} cannot cross between processes ({cause}): use "
-            "tuples, lists and dicts, or register the class with a serialized_type_name"
+            f"edge {edge}: the structure cannot cross between processes ({cause}): use tuples, "
+            "lists and dicts, or register the class with a serialized_type_name"
         ) from cause
 
 
