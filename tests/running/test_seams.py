@@ -291,12 +291,14 @@ class Numbered(nn.Module):
         super().__init__()
         self.layer = nn.Linear(2, 2)
         self.seen: list[int | None] = []
+        self.in_backward: list[tuple[int, int | None]] = []
 
     def forward(self, x: Tensor) -> Tensor:
         number = sl.current_microbatch()
         self.seen.append(number)
         assert number is not None
         made: Tensor = self.layer(x) + number
+        made.register_hook(lambda _: self.in_backward.append((number, sl.current_microbatch())))
         return made
 
 
@@ -313,3 +315,39 @@ def test_a_stage_may_ask_which_microbatch_it_runs(recompute: Any) -> None:
         runs = 2 if recompute == "always" else 1
         assert [sorted(stage.seen) for stage in stages] == [sorted([0, 1, 2] * runs)] * 2  # type: ignore[type-var]
     assert sl.current_microbatch() is None
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "varuna"])
+def test_code_in_a_backward_is_told_its_own_microbatch(schedule: str) -> None:
+    """It was told the number of the forward before it: 1 in the backward of microbatch 0."""
+    stages = [Numbered(), Numbered()]
+    pipe = sl.Pipeline.from_stages(
+        stages, num_microbatches=3, loss_fn=nn.functional.mse_loss, schedule=schedule
+    )
+    pipe.step(torch.ones(3, 2), target=torch.ones(3, 2))
+    assert [sorted(set(stage.in_backward)) for stage in stages] == [[(0, 0), (1, 1), (2, 2)]] * 2
+
+
+class RunsAnother(nn.Module):
+    """Runs a pipeline of its own inside of a stage, which is allowed where nothing is followed."""
+
+    draws_nothing = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = sl.Pipeline(nn.Sequential(nn.Linear(2, 2)), split=1, num_microbatches=1)
+        self.seen: list[int | None] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            made: Tensor = self.inner(x)
+        self.seen.append(sl.current_microbatch())
+        return made
+
+
+def test_a_pipeline_inside_of_a_stage_does_not_change_its_number() -> None:
+    stage = RunsAnother()
+    pipe = sl.Pipeline.from_stages([stage], num_microbatches=3)
+    with torch.no_grad():
+        pipe(torch.ones(3, 2))
+    assert stage.seen == [0, 1, 2]

@@ -10,13 +10,14 @@ class _Current(threading.local):
 
 
 CURRENT = _Current()
-"""Set around every run of a stage, in the thread of its rank."""
+"""Set for every action, in the thread of its rank: for backwards as well as for forwards."""
 
 
 def current_microbatch() -> int | None:
     """Return the number of the microbatch that the caller's stage runs; None outside of a stage.
 
-    A recomputed forward has the number of the first one.
+    A recomputed forward has the number of the first one, and so has the backward, where code of the
+    caller's runs in it.
 
     Example:
         >>> current_microbatch() is None

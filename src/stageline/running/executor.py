@@ -160,10 +160,12 @@ def run_row(row: BoundRow, state: StepState, observer: Observer | None = None) -
     """Run all actions of a rank; an exception is wrapped once, with what only this loop knows."""
     state.autocast = autocast_devices()
     state.may_stay_whole = row.gradients_ascend
+    outer = CURRENT.microbatch  # a stage may run a pipeline of its own
     try:
         if observer is None:
             for position, (handler, stage, microbatch, edge) in enumerate(row.steps):
                 state.position = position
+                CURRENT.microbatch = microbatch
                 handler(state, stage, microbatch, edge)
         else:
             for position in range(len(row.steps)):
@@ -177,7 +179,7 @@ def run_row(row: BoundRow, state: StepState, observer: Observer | None = None) -
             rank=row.rank, stage=action.stage, microbatch=action.microbatch, action=str(action)
         ) from cause
     finally:
-        CURRENT.microbatch = None
+        CURRENT.microbatch = outer
 
 
 def _observed(
@@ -186,6 +188,7 @@ def _observed(
     """Run one action and tell the observer; one that raises is logged and dropped, not obeyed."""
     handler, stage, microbatch, edge = row.steps[position]
     state.waited = 0.0
+    CURRENT.microbatch = microbatch
     start = time.perf_counter()
     handler(state, stage, microbatch, edge)
     end = time.perf_counter()

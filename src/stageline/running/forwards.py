@@ -18,7 +18,6 @@ from stageline.running.boundary import (
     is_dense,
     leave,
 )
-from stageline.running.current import CURRENT
 from stageline.running.early import enter_early, pays
 from stageline.running.first_runs import Statistics, is_changed, versions
 from stageline.running.loss import LossRule
@@ -201,7 +200,6 @@ def call_stage(
     mode: Splitting | None = None,
 ) -> Any:
     """Call a stage with what the stage before returned."""
-    CURRENT.microbatch = microbatch
     if mode is None:
         return _called(state, program, microbatch, state.call_of(program), value)
     known = state.known_layers(program)
@@ -228,7 +226,6 @@ def call_first(
     state: StepState, program: StageProgram, microbatch: int, mode: Splitting | None = None
 ) -> Any:
     """Call the first stage with the arguments of the model."""
-    CURRENT.microbatch = microbatch
     inputs = _model_inputs(state, microbatch)
     if mode is None:
         return _called_first(state, program, microbatch, state.call_of(program), inputs)

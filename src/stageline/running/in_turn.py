@@ -144,9 +144,11 @@ def run_in_turn(placement: Sequence[int], states: Mapping[int, StepState]) -> No
     first.autocast = last.autocast = autocast_devices()
     programs = [first.programs[stage] for stage in range(len(placement))]
     stage, microbatch, hint = 0, 0, ""
+    outer = CURRENT.microbatch  # a stage may run a pipeline of its own
     try:
         with step_modes(first.builds_graph):
             for microbatch in range(first.microbatches.count):
+                CURRENT.microbatch = microbatch
                 stage, hint = 0, ""
                 output = call_first(first, programs[0], microbatch)
                 for stage in range(1, len(programs)):
@@ -168,7 +170,7 @@ def run_in_turn(placement: Sequence[int], states: Mapping[int, StepState]) -> No
             rank=rank, stage=stage, microbatch=microbatch, action=action, hint=hint
         ) from cause
     finally:
-        CURRENT.microbatch = None
+        CURRENT.microbatch = outer
 
 
 def _differentiate(
