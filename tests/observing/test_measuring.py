@@ -275,3 +275,28 @@ def test_copies_are_measured_not_the_model() -> None:
     with pytest.raises(ArithmeticError):
         sl.measure_costs(graph, repeats=1)
     assert model[1].calls == twin.calls == []
+
+
+class Numbered(nn.Module):
+    """Notes which microbatch it is told that it runs."""
+
+    def __init__(self, seen: list[int | None]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.note = seen.append  # of the list itself, also in a copy
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note(sl.current_microbatch())
+        made: Tensor = self.linear(x)
+        return made
+
+
+def test_the_number_of_a_microbatch_is_known_while_it_is_measured_and_not_after_it() -> None:
+    """The number of the last microbatch stayed behind in the caller's thread."""
+    seen: list[int | None] = []
+    model = nn.Sequential(Numbered(seen), nn.Linear(4, 4))
+    graph = sl.capture(model, (torch.ones(4, 4),))
+    seen.clear()
+    sl.measure_costs(graph)
+    assert {0, 1} <= set(seen)
+    assert sl.current_microbatch() is None

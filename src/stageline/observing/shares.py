@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stageline.running.autocast import autocast_devices
 from stageline.running.boundary import Packet
+from stageline.running.current import CURRENT, number_restored
 from stageline.running.executor import HANDLERS, Handler
 from stageline.running.foreign import ForeignParameters
 from stageline.running.forwards import forward_split
@@ -109,6 +110,7 @@ class Share:
                 index, arrival = self._together
                 self._run(range(index, index + 1), arrival, splits)
 
+    @number_restored()
     def _run(self, blocks: range, arrival: Packet | None, splits: bool) -> None:
         state = self._work.state(self._programs)
         for number in range(_MICROBATCHES + AHEAD):
@@ -134,6 +136,7 @@ class Share:
         state.gradients.pop((blocks[0] - 1, slot), None)
 
     def _timed(self, name: str, run: Handler, state: StepState, block: int, slot: int) -> None:
+        CURRENT.microbatch = slot
         start = self._clock()
         run(state, block, slot, None)
         self.samples[name, block].append(self._clock() - start)

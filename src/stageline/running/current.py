@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class _Current(threading.local):
@@ -11,6 +13,16 @@ class _Current(threading.local):
 
 CURRENT = _Current()
 """Set for every action, in the thread of its rank: for backwards as well as for forwards."""
+
+
+@contextmanager
+def number_restored() -> Iterator[None]:
+    """Put the caller's number back in the end: None, or its own if a stage runs a pipeline."""
+    outer = CURRENT.microbatch
+    try:
+        yield
+    finally:
+        CURRENT.microbatch = outer
 
 
 def current_microbatch() -> int | None:

@@ -21,7 +21,7 @@ from stageline import log
 from stageline.errors import StepError
 from stageline.running.autocast import autocast_devices
 from stageline.running.backwards import backward, input_gradient, weight_gradient
-from stageline.running.current import CURRENT
+from stageline.running.current import CURRENT, number_restored
 from stageline.running.events import ActionDone, Observer
 from stageline.running.forwards import forward, forward_split
 from stageline.running.moves import (
@@ -156,11 +156,11 @@ def _edge(action: Action, placement: Sequence[int]) -> Edge | None:
     return Edge(source, target, letter, action.microbatch, placement[source], placement[target])
 
 
+@number_restored()
 def run_row(row: BoundRow, state: StepState, observer: Observer | None = None) -> None:
     """Run all actions of a rank; an exception is wrapped once, with what only this loop knows."""
     state.autocast = autocast_devices()
     state.may_stay_whole = row.gradients_ascend
-    outer = CURRENT.microbatch  # a stage may run a pipeline of its own
     try:
         if observer is None:
             for position, (handler, stage, microbatch, edge) in enumerate(row.steps):
@@ -178,8 +178,6 @@ def run_row(row: BoundRow, state: StepState, observer: Observer | None = None) -
         raise StepError(
             rank=row.rank, stage=action.stage, microbatch=action.microbatch, action=str(action)
         ) from cause
-    finally:
-        CURRENT.microbatch = outer
 
 
 def _observed(

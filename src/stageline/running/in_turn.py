@@ -22,7 +22,7 @@ from stageline.errors import StepError
 from stageline.running.autocast import autocast_devices
 from stageline.running.backwards import differentiate
 from stageline.running.caller import refuse_foreign_modes, step_modes
-from stageline.running.current import CURRENT
+from stageline.running.current import CURRENT, number_restored
 from stageline.running.forwards import call_first, call_stage, finish, weighed_loss
 from stageline.running.program import StageProgram
 from stageline.running.state import StepState
@@ -131,6 +131,7 @@ def are_apart(programs: Iterable[StageProgram]) -> bool:
     return sum(map(len, owned)) == len(set().union(*owned))
 
 
+@number_restored()
 def run_in_turn(placement: Sequence[int], states: Mapping[int, StepState]) -> None:
     """Run all stages on all microbatches.
 
@@ -144,7 +145,6 @@ def run_in_turn(placement: Sequence[int], states: Mapping[int, StepState]) -> No
     first.autocast = last.autocast = autocast_devices()
     programs = [first.programs[stage] for stage in range(len(placement))]
     stage, microbatch, hint = 0, 0, ""
-    outer = CURRENT.microbatch  # a stage may run a pipeline of its own
     try:
         with step_modes(first.builds_graph):
             for microbatch in range(first.microbatches.count):
@@ -169,8 +169,6 @@ def run_in_turn(placement: Sequence[int], states: Mapping[int, StepState]) -> No
         raise StepError(
             rank=rank, stage=stage, microbatch=microbatch, action=action, hint=hint
         ) from cause
-    finally:
-        CURRENT.microbatch = outer
 
 
 def _differentiate(
