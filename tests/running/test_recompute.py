@@ -294,8 +294,8 @@ def test_a_later_stage_may_change_in_place_what_a_stage_passes_on(how: str, is_f
     pipe = sl.Pipeline.from_stages(mine, num_microbatches=4, recompute="always")
     x, y = batch()
     F.cross_entropy(pipe(x.clone()), y).backward()
-    # Some kernels add in another order where memory is aligned otherwise. A layer is given a part of
-    # the batch as it lies there, or, as the first stage keeps that for R, a copy.
+    # Some kernels add in another order where memory is aligned otherwise. A layer is given a part
+    # of the batch as it lies there, or, as the first stage keeps that for R, a copy.
     parts = [plain(part.clone() if is_first else part) for part in x.clone().tensor_split(4)]
     F.cross_entropy(torch.cat(parts), y).backward()
     for one, other in zip(nn.Sequential(*mine).parameters(), plain.parameters(), strict=True):
