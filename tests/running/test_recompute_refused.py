@@ -264,6 +264,31 @@ def test_what_a_stage_changes_in_place_is_refused_with_a_way_out(what: str) -> N
         pipe(batch()[0])
 
 
+def test_a_stage_may_change_its_input_in_some_microbatches_and_not_in_others() -> None:
+    """Changed in the first one and not in the second, it was refused in the third."""
+
+    class Changes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            index = sl.current_microbatch()
+            assert index is not None
+            return super().forward(x if index % 2 else x.mul_(2))
+
+    grads = []
+    for recompute in ("never", "always"):
+        torch.manual_seed(0)
+        stages = [nn.Tanh(), Changes(WIDTH, WIDTH)]
+        pipe = sl.Pipeline.from_stages(
+            stages, num_microbatches=4, recompute=recompute, loss_fn=F.mse_loss
+        )
+        x, _ = batch()
+        pipe.step(x, target=x)
+        grads.append([parameter.grad for parameter in pipe.parameters()])
+    for kept, recomputed in zip(*grads, strict=True):
+        assert kept is not None
+        assert recomputed is not None
+        assert torch.equal(kept, recomputed)
+
+
 def test_a_buffer_that_the_stage_replaces_counts_once() -> None:
     """R put a third value in its place: twice as many updates as microbatches."""
     averages, plain = Averages(), Averages()
