@@ -160,14 +160,26 @@ def test_recompute_takes_the_kernels_of_the_forward() -> None:
         assert torch.equal(kept, recomputed)
 
 
+class AsksAbove(nn.Linear):
+    """A layer that goes by the flag of the model that it is a part of."""
+
+    above: list[nn.Module]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if self.above[0].training else 3.0)
+
+
 def test_a_flag_of_opened_code_is_that_of_the_forward() -> None:
     x, _ = batch()
     mask = torch.ones(ROWS, WIDTH)
-    torch.manual_seed(3)
     grads = []
     for recompute in ("never", "always"):
+        model = Opened()
+        torch.manual_seed(3)
+        model.head = AsksAbove(WIDTH, 3)
+        model.head.above = [model]
         pipe = sl.Pipeline(
-            Opened(),
+            model,
             example_args=(x[:3], mask[:3]),
             split=3,
             num_microbatches=4,
