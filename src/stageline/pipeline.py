@@ -18,7 +18,7 @@ from stageline.partitioning.sharing import find_shared
 from stageline.partitioning.sources import StageLike, held_modules, read_stages
 from stageline.partitioning.splits import Split
 from stageline.partitioning.weighing import Balance
-from stageline.planning import Proposal, forecast
+from stageline.planning import Proposal
 from stageline.planning.adopting import adopt
 from stageline.running import assembly, differentiable
 from stageline.running.building import Builders
@@ -396,13 +396,4 @@ class Pipeline:
         raise TypeError("a Pipeline cannot be copied or pickled: copy the model, build another one")
 
     def __repr__(self) -> str:
-        schedule, runner = self.schedule, self._engine.runner
-        weights = [stage.num_parameters for stage in self.plan.stages]
-        known = [weight for weight in weights if weight is not None]
-        outlook = f", {forecast(schedule, known)}" if len(known) == len(weights) else ""
-        return (
-            f"Pipeline: {self.plan.num_stages} stages on {runner.num_ranks} ranks "
-            f"({runner.where}), schedule {schedule.name}, "
-            f"{schedule.num_microbatches} microbatches{outlook}\n"
-            f"{self.plan.table()}"
-        )
+        return assembly.summary(self.plan, self.schedule, self._engine.runner)

@@ -7,6 +7,7 @@ import os
 import random
 import select
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -124,6 +125,37 @@ def test_who_sleeps_is_woken_and_the_bell_is_silent_two_calls_later(
         three[0].sleep(epoch, nothing, 60)  # returns at once
     for end in pipe:
         os.close(end)
+
+
+def test_a_rank_sleeps_only_for_a_moment_more_if_a_failed_call_has_silenced_its_bell(
+    three: list[Board], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks but one failed in the next call and silenced the bell; that one slept for 10 s."""
+    for board in three:
+        board.begin(0, digest=5)
+    three[0].done(0, b"")
+    three[1].done(0, b"")
+    silent, ringing = os.pipe()
+    real = select.poll
+
+    def others_go_on() -> Any:
+        three[2].done(0, b"")
+        three[2].withdraw(1)
+        for epoch in (1, 2):
+            three[2].begin(epoch, digest=5)
+        return real()
+
+    monkeypatch.setattr(select, "poll", others_go_on)
+    sleeper = threading.Thread(target=three[0].sleep, args=(0, silent, 300), daemon=True)
+    sleeper.start()
+    sleeper.join(20)
+    is_awake = not sleeper.is_alive()
+    os.write(ringing, b"!")
+    sleeper.join()
+    assert is_awake
+    assert three[0].is_over(0)
+    os.close(silent)
+    os.close(ringing)
 
 
 def test_a_lock_whose_holder_is_killed_is_free() -> None:

@@ -174,3 +174,18 @@ def test_a_hook_that_raises_is_called_again_in_the_next_backward() -> None:
     plain = net()
     plain_call(plain, batch()).sum().backward()
     assert_same(model, plain)
+
+
+def test_a_hook_that_comes_between_a_call_and_its_backward_is_refused() -> None:
+    """It would be called twice, as the parameter is a part of the graph of the call."""
+    model = net()
+    pipe = sl.Pipeline(model, split=2, num_microbatches=4)
+    out = pipe(batch())
+    handle = weight(model).register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(sl.PipeError, match="register it before the call"):
+        out.sum().backward()
+    handle.remove()
+    out.sum().backward()
+    plain = net()
+    plain_call(plain, batch()).sum().backward()
+    assert_same(model, plain)

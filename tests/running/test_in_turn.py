@@ -123,6 +123,17 @@ def test_every_step_is_that_of_the_plain_model(schedule: str, split: int, watch:
 
 
 @pytest.mark.usefixtures("in_turn_at_once")
+@pytest.mark.parametrize("recompute", ["always", [1]])
+def test_what_is_recomputed_runs_in_threads(recompute: Any, watch: Watch) -> None:
+    """In turn nothing is recomputed: after some steps, graphs of all microbatches were kept."""
+    pipe = pipeline(net(), recompute=recompute)
+    for rows in (12, 12, 9):
+        x, y = batch(rows)
+        pipe.step(x, target=y)
+        assert watch.ran_in() == RANKS
+
+
+@pytest.mark.usefixtures("in_turn_at_once")
 def test_gradients_of_the_arguments_come_too(watch: Watch) -> None:
     x, y = batch()
     model = net().eval()  # statistics stand still, so that steps can be compared

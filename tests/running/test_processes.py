@@ -367,6 +367,30 @@ def test_a_step_that_cannot_begin_fails_on_every_rank_and_the_next_one_works(
     )
 
 
+def _another_batch_after_an_accumulated_one(rank: int) -> tuple[str, str]:
+    pipe = pipeline()
+    x, y = batch()
+    said = []
+    for _ in range(2):
+        if rank == 1:
+            time.sleep(0.5)  # rank 0 is in the middle of its step when it hears of the difference
+        with pytest.raises(sl.PeerError) as caught:
+            pipe.step(x + rank, target=y)
+        said.append(str(caught.value))
+        pipe.step(x, target=y)
+    return said[0], said[1]
+
+
+def test_another_batch_says_that_accumulated_gradients_may_hold_a_part(
+    two_ranks: RankPool,
+) -> None:
+    """Only a StepError said so; a loop that caught this error went on with wrong gradients."""
+    before, after = two_ranks.run(_another_batch_after_an_accumulated_one)[0]
+    advice = "Gradients accumulated before this step may now hold a part of it: call zero_grad()"
+    assert advice not in before
+    assert advice in after
+
+
 def _another_mode(rank: int) -> str:
     pipe = pipeline()
     x, y = batch()

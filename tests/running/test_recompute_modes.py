@@ -59,6 +59,7 @@ class Sensitive(nn.Module):
         x = x * (1.0 if torch.zeros(()).dtype is torch.float32 else 1.5)
         x = x * (1.0 if torch.is_grad_enabled() else 1.25)
         x = x * (1.0 if torch.are_deterministic_algorithms_enabled() else 1.75)
+        x = x * (1.0 if torch.backends.mkldnn.enabled else 1.625)
         return x * (1.0 if torch.get_float32_matmul_precision() == "highest" else 1.125)
 
 
@@ -67,6 +68,7 @@ SWITCHES: dict[str, Callable[[sl.Pipeline, nn.Module], object]] = {
     "eval of a child": lambda pipe, model: model.get_submodule("1.child").eval(),
     "default dtype": lambda pipe, model: torch.set_default_dtype(torch.float64),
     "deterministic": lambda pipe, model: torch.use_deterministic_algorithms(True),
+    "kernels": lambda pipe, model: torch.backends.mkldnn.set_flags(_enabled=False),
     "matmul precision": lambda pipe, model: torch.set_float32_matmul_precision("high"),
 }
 
@@ -87,6 +89,7 @@ def test_recompute_runs_under_what_the_caller_has_switched_since(switch: str) ->
         finally:
             torch.set_default_dtype(torch.float32)
             torch.use_deterministic_algorithms(False)
+            torch.backends.mkldnn.set_flags(_enabled=True)
             torch.set_float32_matmul_precision("highest")
         grads.append([parameter.grad for parameter in pipe.parameters()])
     for kept, recomputed in zip(*grads, strict=True):
@@ -98,7 +101,9 @@ def test_recompute_runs_under_what_the_caller_has_switched_since(switch: str) ->
 def _state(model: nn.Module) -> tuple[Any, ...]:
     flags = [module.training for module in model.modules()]
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return flags, torch.get_default_dtype(), deterministic, torch.get_float32_matmul_precision()
+    kernels = torch.backends.mkldnn.enabled
+    precision = torch.get_float32_matmul_precision()
+    return flags, torch.get_default_dtype(), deterministic, kernels, precision
 
 
 @pytest.mark.parametrize("frozen", [["2.weight"], ["0.weight", "0.bias"]])
@@ -155,14 +160,26 @@ def test_recompute_takes_the_kernels_of_the_forward() -> None:
         assert torch.equal(kept, recomputed)
 
 
+class AsksAbove(nn.Linear):
+    """A layer that goes by the flag of the model that it is a part of."""
+
+    above: list[nn.Module]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if self.above[0].training else 3.0)
+
+
 def test_a_flag_of_opened_code_is_that_of_the_forward() -> None:
     x, _ = batch()
     mask = torch.ones(ROWS, WIDTH)
-    torch.manual_seed(3)
     grads = []
     for recompute in ("never", "always"):
+        model = Opened()
+        torch.manual_seed(3)
+        model.head = AsksAbove(WIDTH, 3)
+        model.head.above = [model]
         pipe = sl.Pipeline(
-            Opened(),
+            model,
             example_args=(x[:3], mask[:3]),
             split=3,
             num_microbatches=4,

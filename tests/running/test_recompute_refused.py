@@ -264,6 +264,31 @@ def test_what_a_stage_changes_in_place_is_refused_with_a_way_out(what: str) -> N
         pipe(batch()[0])
 
 
+def test_a_stage_may_change_its_input_in_some_microbatches_and_not_in_others() -> None:
+    """Changed in the first one and not in the second, it was refused in the third."""
+
+    class Changes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            index = sl.current_microbatch()
+            assert index is not None
+            return super().forward(x if index % 2 else x.mul_(2))
+
+    grads = []
+    for recompute in ("never", "always"):
+        torch.manual_seed(0)
+        stages = [nn.Tanh(), Changes(WIDTH, WIDTH)]
+        pipe = sl.Pipeline.from_stages(
+            stages, num_microbatches=4, recompute=recompute, loss_fn=F.mse_loss
+        )
+        x, _ = batch()
+        pipe.step(x, target=x)
+        grads.append([parameter.grad for parameter in pipe.parameters()])
+    for kept, recomputed in zip(*grads, strict=True):
+        assert kept is not None
+        assert recomputed is not None
+        assert torch.equal(kept, recomputed)
+
+
 def test_a_buffer_that_the_stage_replaces_counts_once() -> None:
     """R put a third value in its place: twice as many updates as microbatches."""
     averages, plain = Averages(), Averages()
@@ -313,6 +338,18 @@ def test_weights_that_change_between_a_call_and_its_backward_are_refused(recompu
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_a_batch_that_changes_between_a_call_and_its_backward_is_refused(recompute: str) -> None:
+    """Each microbatch is cut off from the batch, so that autograd does not see the change."""
+    pipe = sl.Pipeline.from_stages(stack(), num_microbatches=4, recompute=recompute)
+    x, _ = batch()
+    out = pipe(x)
+    x[-1] = 0.0
+    with pytest.raises(sl.PipeError, match="the batch was modified in place between the call and"):
+        out.sum().backward()
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
 def test_weights_that_change_during_a_step_are_refused() -> None:
     """An optimizer in a gradient hook: later microbatches have run forward with the old weights."""
     pipe = sl.Pipeline.from_stages(
@@ -344,3 +381,41 @@ def test_a_buffer_that_changes_between_a_call_and_its_backward_is_refused() -> N
     norm.running_var.mul_(2)
     with pytest.raises(sl.StepError, match="was modified in place after its forward"):
         out.sum().backward()
+
+
+class FailsAgain(nn.Module):
+    """Fails when it runs for the second time, after its BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.norm(x)
+        if sl.is_recomputing():
+            raise ValueError("asked to")
+        return made
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_second_run_that_fails_leaves_running_statistics_as_they_were(deferred: bool) -> None:
+    """In a step they are those before it, in the backward of a call those that its forward left."""
+    fails = FailsAgain()
+    pipe = sl.Pipeline.from_stages(
+        [nn.Linear(WIDTH, WIDTH), fails],
+        num_microbatches=4,
+        recompute="always",
+        loss_fn=F.mse_loss,
+        deferred_batch_norm=deferred,
+    )
+    x, _ = batch()
+    with pytest.raises(sl.StepError, match="asked to"):
+        pipe.step(x, target=x)
+    for buffer, fresh in zip(fails.norm.buffers(), nn.BatchNorm1d(WIDTH).buffers(), strict=True):
+        assert torch.equal(buffer, fresh)
+    out = pipe(x)
+    counted = [buffer.clone() for buffer in fails.norm.buffers()]
+    with pytest.raises(sl.StepError, match="asked to"):
+        out.sum().backward()
+    for buffer, before in zip(fails.norm.buffers(), counted, strict=True):
+        assert torch.equal(buffer, before)

@@ -18,6 +18,7 @@ from stageline.partitioning import Plan, StagePlan
 from stageline.partitioning.recorded import CutModel
 from stageline.partitioning.sharing import Shared, normalises_batches
 from stageline.partitioning.sources import StageSource
+from stageline.planning import forecast
 from stageline.running.allocator import keep_freed_memory
 from stageline.running.building import Builders
 from stageline.running.foreign import Owner
@@ -38,6 +39,7 @@ from stageline.running.timetable import Timetable
 from stageline.running.transports.base import ThreadTransport
 from stageline.running.transports.memory import MemoryTransport
 from stageline.running.world import World
+from stageline.scheduling import Schedule
 
 
 @dataclass(frozen=True)
@@ -375,4 +377,16 @@ def runner_for(
     )
     return ProcessRunner(
         builders.member, carrier, schedule=schedule, on_cpu=on_cpu, seed=builders.seed
+    )
+
+
+def summary(plan: Plan, schedule: Schedule, runner: Runner) -> str:
+    """Return what a pipeline prints: where it runs, its schedule and its plan."""
+    weights = [stage.num_parameters for stage in plan.stages]
+    known = [weight for weight in weights if weight is not None]
+    outlook = f", {forecast(schedule, known)}" if len(known) == len(weights) else ""
+    return (
+        f"Pipeline: {plan.num_stages} stages on {runner.num_ranks} ranks ({runner.where}), "
+        f"schedule {schedule.name}, {schedule.num_microbatches} microbatches{outlook}\n"
+        f"{plan.table()}"
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from stageline.errors import BatchError, PipeError, ScheduleError
 from stageline.running.batch_norm import deferred, kept
 from stageline.running.boundary import Packet
+from stageline.running.call_lock import CallLock
 from stageline.running.caller import CallerState
 from stageline.running.caller_graph import (
     DifferentiableRun,
@@ -42,7 +43,6 @@ from stageline.running.sizes import MicrobatchSizes
 from stageline.running.streams.calls import CallStreams, Streams, generator_untouched
 from stageline.running.ties import Ties
 from stageline.running.timetable import Purpose, Timetable, halves
-from stageline.running.turns import Turns
 from stageline.running.undoing import Undo
 
 
@@ -82,7 +82,7 @@ class Engine:
     streams: Streams
     recordings: Recordings | None = None
     defers_statistics: bool = False
-    _turns: Turns = field(default_factory=Turns)
+    _lock: CallLock = field(default_factory=CallLock)
 
     @property
     def _placement(self) -> tuple[int, ...]:
@@ -375,7 +375,7 @@ class Engine:
     def _call(self, counted: Purpose | None = None) -> Iterator[None]:
         """One call at a time; what fails here fails on every rank, and what succeeds is counted."""
         is_over = True
-        with self._turns.taken(waits=not self.runner.compares):
+        with self._lock.held(waits=not self.runner.compares):
             try:
                 yield
             except BaseException as error:

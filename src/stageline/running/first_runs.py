@@ -108,7 +108,7 @@ class FirstRuns:
         if changed:
             run.packet = copy
         run.state = versions([*program.parameters, *_plain_buffers(program)])
-        self._changes[program.index] = changed
+        self._changes.setdefault(program.index, changed)
         self._runs[program.index, microbatch] = run
 
     def pop(self, stage: int, microbatch: int) -> FirstRun:

@@ -53,13 +53,20 @@ def _precisions() -> Iterator[_Mode]:
     ):
         for each in (owner, *(getattr(owner, name, None) for name in names)):
             if hasattr(each, _PRECISION):
-                yield partial(getattr, each, _PRECISION), partial(setattr, each, _PRECISION)
+                yield _attribute(each, _PRECISION)
+
+
+def _attribute(owner: Any, name: str) -> _Mode:
+    return partial(getattr, owner, name), partial(setattr, owner, name)
 
 
 _PRECISION = "fp32_precision"
 _PROCESS_MODES: tuple[_Mode, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    # Which kernels may be chosen: torch.backends.mkldnn.flags(enabled=False), say, on the CPU.
+    _attribute(torch.backends.mkldnn, "enabled"),
+    _attribute(torch.backends.cudnn, "enabled"),
     # Which kernels of attention may be chosen, also on the CPU: torch.nn.attention.sdpa_kernel.
     (cuda.math_sdp_enabled, cuda.enable_math_sdp),
     (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),

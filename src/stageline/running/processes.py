@@ -185,8 +185,11 @@ class ProcessRunner(Runner):
             return error
         # Of several failures all ranks raise the first: what failed here may be its consequence.
         made = failure.error()
+        hint = getattr(error, "hint", "")
         if isinstance(made, StepError):
-            made.hint = getattr(error, "hint", "")
+            made.hint = hint
+        elif hint:
+            made.args = (f"{made} {hint}",)
         return made
 
     def _tell(self, error: BaseException) -> Failure:

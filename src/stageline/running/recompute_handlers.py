@@ -43,7 +43,7 @@ def forward_dropped(state: StepState, stage: int, microbatch: int, edge: Edge | 
         table.pop((stage, microbatch), None)
     handed_on = state.outputs.get(microbatch) if made is None else made
     if handed_on is not None:
-        # A stage that returns its input as it is: who gets it may change it in place before R.
+        # A stage that returns its input as it is: the next one may change it in place before R.
         copy_shared(handed_on, [*arguments, *(first.packet.leaves if first.packet else ())])
     hand_on(state, program, microbatch, made)
 

@@ -189,7 +189,7 @@ class Shipping:
     # ---- what travels ------------------------------------------------------------------------
 
     def chosen(self, batch: Microbatches, purpose: Purpose) -> Sequence[Chosen]:
-        """Return what each microbatch follows; the rank of stage 0 tells it those who lack data."""
+        """Return what each microbatch follows; the rank of stage 0 tells ranks without data."""
         recordings = self._recordings
         if recordings is None:
             return ()

@@ -32,6 +32,7 @@ _HEAD = 16
 _BEGUN, _DIGEST, _LENGTH, _VALUE = range(4)
 _PLACE = 64
 LONGEST = (_PLACE - _VALUE) * _WORD  # bytes of a value
+_LONGEST_SLEEP = 0.2  # seconds: a bell may have been silenced
 _PATIENCE = 1.0  # seconds: a lock is held for microseconds, unless its holder was stopped
 
 
@@ -39,7 +40,7 @@ class BoardFiles(NamedTuple):
     """What a process needs to see a board: its memory, and two bells that wake who sleeps.
 
     A call rings the bell of its parity. The bell is silenced when the next call but one begins:
-    by then nobody can be asleep beside it.
+    by then no rank sleeps beside it, unless the call between has failed before that rank was awake.
     """
 
     memory: int
@@ -180,7 +181,7 @@ class Board:
         return found
 
     def sleep(self, epoch: int, wake_file: int, seconds: float) -> None:
-        """Sleep until something about this call changes, or the file is readable."""
+        """Sleep until something about this call changes, or the file is readable; or a little."""
         words = self._words
         with self._lock:
             if words[_OVER] == epoch + 1 or words[_HUBS] > epoch:
@@ -189,7 +190,7 @@ class Board:
         poll = select.poll()
         poll.register(self._bells[epoch % 2], select.POLLIN)
         poll.register(wake_file, select.POLLIN)
-        poll.poll(seconds * 1000)
+        poll.poll(min(seconds, _LONGEST_SLEEP) * 1000)
 
     def _raise_to(self, word: int, epoch: int) -> None:
         """Note the latest call of a kind; a rank that is behind says nothing new."""

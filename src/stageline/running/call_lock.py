@@ -1,4 +1,4 @@
-"""One call of a pipeline at a time: a second thread waits for its turn."""
+"""One call of a pipeline at a time: a second thread waits."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from contextvars import ContextVar
 from stageline.errors import PipeError
 
 
-class Turns:
+class CallLock:
     """Lets one call of a pipeline run at a time.
 
     Example:
-        >>> turns = Turns()
-        >>> with turns.taken(waits=True):
+        >>> lock = CallLock()
+        >>> with lock.held(waits=True):
         ...     pass
     """
 
     def __init__(self) -> None:
-        self._busy = threading.Lock()
+        self._lock = threading.Lock()
 
     @contextmanager
-    def taken(self, *, waits: bool) -> Iterator[None]:
+    def held(self, *, waits: bool) -> Iterator[None]:
         """Run a call.
 
         Args:
@@ -33,12 +33,12 @@ class Turns:
         Raises:
             PipeError: The call comes from a stage of the pipeline, or another thread runs one.
         """
-        if any(turns is self for turns in _running.get()):
+        if any(lock is self for lock in _running.get()):
             raise PipeError(
                 "a stage, or its loss, called the pipeline that it is a part of, which would wait "
                 "for itself: call the model or one of its modules instead"
             )
-        if not self._busy.acquire(blocking=waits):
+        if not self._lock.acquire(blocking=waits):
             raise PipeError(
                 "this pipeline is already running a call in another thread: wait for it, or "
                 "build a second pipeline"
@@ -48,8 +48,8 @@ class Turns:
             yield
         finally:
             _running.reset(token)
-            self._busy.release()
+            self._lock.release()
 
 
-_running: ContextVar[tuple[Turns, ...]] = ContextVar("_running", default=())
+_running: ContextVar[tuple[CallLock, ...]] = ContextVar("_running", default=())
 """The pipelines whose calls the current thread is in, as a caller or as a rank."""
