@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Generator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -172,6 +173,27 @@ def test_a_model_with_gradients_is_refused() -> None:
         balance_by_time(1, model, torch.ones(1, 2))
 
 
-def test_more_partitions_than_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 items cannot make 2 parts"):
-        balance_by_size(2, nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2))
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ({"partitions": 0}, ValueError, r"partitions must be a positive integer \(0 < 1\)"),
+        (
+            {"partitions": 2},
+            ValueError,
+            r"sequence is shorter than intended partitions \(1 < 2\): a partition has at least",
+        ),
+        ({"module": nn.Linear(2, 2)}, TypeError, "module must be nn.Sequential"),
+        ({"sample": [torch.ones(1, 2)]}, TypeError, "expected Tensor, but got list"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    of_both = {"partitions": 1, "module": model, "sample": torch.ones(1, 2), **arguments}
+    with pytest.raises(kind, match=text):
+        balance_by_time(**of_both)
+    with pytest.raises(kind, match=text):
+        balance_by_size(of_both["partitions"], of_both["module"], of_both["sample"])
+    with pytest.raises(ValueError, match="number of chunks must be positive integer"):
+        balance_by_size(1, model, torch.ones(1, 2), chunks=0)

@@ -270,6 +270,20 @@ def test_what_is_popped_twice_or_never_is_refused() -> None:
             layer(torch.ones(1))
 
 
+def test_commands_may_be_handled_by_the_caller() -> None:
+    """So torchgpipe's own benchmark turns skip connections into tuples."""
+    layer: Any = skippable(stash=["x"], pop=["y"])(Yields)(stash("x", None), pop("y"))
+    done: list[tuple[str, ...]] = []
+    x = torch.ones(1)
+    output = layer.dispatch(
+        x,
+        lambda name, tensor: done.append(("stash", name)),
+        lambda name: done.append(("pop", name)),
+    )
+    assert output is x
+    assert done == [("stash", "x"), ("pop", "y")]
+
+
 def test_a_layer_that_yields_nothing_returns_its_output() -> None:
     @skippable()
     class Plain(nn.Module):

@@ -89,8 +89,8 @@ def refuse_foreign_modes() -> None:
         )
     if functorch_level() is not None:
         raise PipeError(
-            "a transform of torch.func (grad, jvp, vmap) is active in the calling thread and cannot "
-            "follow into the threads of the ranks: use torch.autograd on what the pipeline returns"
+            "a transform of torch.func, such as grad or vmap, is active in the calling thread and "
+            "cannot follow into the threads of the ranks: use torch.autograd on the outputs"
         )
 
 
