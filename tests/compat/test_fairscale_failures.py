@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,6 +53,38 @@ def test_an_exception_of_a_recompute_keeps_its_type() -> None:
     output = pipe(torch.randn(4, 2))
     with pytest.raises(Expected, match="from a layer"):
         output.sum().backward()
+
+
+class FailsBackwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise Expected("from a backward")
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_an_exception_of_a_backward_keeps_its_type(checkpoint: str) -> None:
+    fails = [True]
+    apply: Any = FailsBackwards.apply  # untyped in torch
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return apply(x) if fails[0] else x
+
+    model = nn.Sequential(nn.Linear(2, 2), Layer(), nn.Linear(2, 2))
+    pipe, twin = twins(model, [1, 1, 1], chunks=3, checkpoint=checkpoint)
+    x = torch.randn(6, 2)
+    output = pipe(x)
+    with pytest.raises(Expected, match="from a backward"):
+        output.sum().backward()
+    fails[0] = False
+    pipe.zero_grad()
+    pipe(x).sum().backward()
+    plain(twin, x, 3).sum().backward()
+    assert list(differences(pipe, twin)) == []
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
