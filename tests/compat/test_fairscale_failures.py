@@ -201,6 +201,11 @@ def test_what_a_pipe_cannot_do_is_an_error() -> None:
         loss.backward()
     with pytest.raises(PipeError, match="cannot be differentiated twice"):
         pipe(x).sum().backward(create_graph=True)
+    loss = pipe(x).sum()
+    with torch.no_grad():
+        x.zero_()
+    with pytest.raises(PipeError, match="the batch was modified in place"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])

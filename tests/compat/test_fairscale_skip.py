@@ -293,6 +293,16 @@ def test_a_layer_that_yields_nothing_returns_its_output() -> None:
     assert torch.equal(Plain()(torch.ones(1)), torch.full((1,), 2.0))
 
 
+def test_skips_inside_of_layers_stay_in_their_partition() -> None:
+    layers = nn.Linear(3, 3), nn.Sequential(Stash(), nn.Tanh()), nn.Sequential(Pop())
+    x = torch.randn(4, 3)
+    pipe, twin = twins(nn.Sequential(*layers), [1, 2], chunks=2)
+    assert torch.equal(pipe(x), plain(twin, x, 2))
+    pipe, _ = twins(nn.Sequential(*layers), [2, 1], chunks=2)
+    with pytest.raises(RuntimeError, match="^'x' has not been stashed$"):
+        pipe(x)
+
+
 def test_without_a_pipe_each_thread_has_its_own_skips() -> None:
     model = nn.Sequential(Stash(), Pop())
     results: list[Tensor] = []
