@@ -299,7 +299,7 @@ def test_skips_inside_of_layers_stay_in_their_partition() -> None:
     pipe, twin = twins(nn.Sequential(*layers), [1, 2], chunks=2)
     assert torch.equal(pipe(x), plain(twin, x, 2))
     pipe, _ = twins(nn.Sequential(*layers), [2, 1], chunks=2)
-    with pytest.raises(RuntimeError, match="^'x' has not been stashed$"):
+    with pytest.raises(RuntimeError, match="'x' has not been stashed"):
         pipe(x)
 
 
