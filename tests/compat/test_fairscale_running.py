@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -290,6 +291,25 @@ def test_a_layer_or_parameter_may_be_replaced() -> None:
     assert weight.grad is not None
     assert last.weight.grad is not None
     assert torch.equal(pipe(x), plain(nn.Sequential(*pipe), x, 2))
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_layer_may_be_added_after_a_call(checkpoint: str) -> None:
+    """A module that held none was not looked at again: its gradients had other last bits."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.Sequential())
+    pipe, twin = twins(model, [1, 1], chunks=3, checkpoint=checkpoint)
+    pipe(torch.randn(6, 6)).sum().backward()
+    pipe.zero_grad()
+    late = nn.Linear(4, 2)
+    for layers in (pipe[1], twin[1]):
+        assert isinstance(layers, nn.Sequential)
+        layers.append(copy.deepcopy(late))
+    for x in torch.randn(2, 6, 6):
+        pipe(x).square().sum().backward()
+        plain(twin, x, 3).square().sum().backward()
+    assert list(differences(pipe, twin)) == []
+    loss = pipe(x).sum()
+    assert all(each.any() for each in torch.autograd.grad(loss, list(pipe[1].parameters())))
 
 
 def test_chunks_and_checkpoint_may_be_set_after_a_call() -> None:

@@ -256,7 +256,7 @@ class Pipe(nn.Module):
 def _contents(root: nn.Module) -> list[_Content]:
     """Return what every module holds: a layer or a parameter may be replaced after a call."""
     tables = [t for module in root.modules() for t in (module._modules, module._parameters)]
-    return [(table, tuple(table.values())) for table in tables if table]
+    return [(table, tuple(table.values())) for table in tables]
 
 
 def _is_unchanged(content: _Content) -> bool:
