@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -228,3 +229,26 @@ def test_transforms_of_torch_func_are_refused() -> None:
     with pytest.raises(PipeError, match=r"transform of torch\.func, .* use torch.autograd"):
         torch.func.grad(lambda x: pipe(x).sum())(x)
     pipe(x).sum().backward()
+
+
+def test_two_pipes_with_dropout_run_at_the_same_time() -> None:
+    """The seed of the second call was taken for a random number that a layer of the first drew."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            inside.set()
+            assert go_on.wait(30)
+            return x
+
+    first = Pipe(nn.Sequential(nn.Dropout(0.5), Waits()), [1, 1], chunks=2)
+    second = Pipe(nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2)), [1, 1], chunks=2)
+    x = torch.ones(4, 2, requires_grad=True)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(first, x)
+        assert inside.wait(30)
+        second(x).sum().backward()
+        go_on.set()
+        output = waiting.result(30)
+    (gradient,) = torch.autograd.grad(output.sum(), x)
+    assert torch.equal(output, gradient)  # what was dropped is dropped again
