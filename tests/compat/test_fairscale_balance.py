@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +19,27 @@ from stageline.compat.fairscale.nn.pipe.skip.skippable import Skippable
 from tests.compat.test_fairscale_skip import Pop, Stash, skipping
 
 
-class Delay(nn.Module):
-    def __init__(self, milliseconds: int) -> None:
+class Works(nn.Module):
+    """Lets time pass on a clock."""
+
+    def __init__(self, clock: list[float], seconds: Callable[[float], float]) -> None:
         super().__init__()
-        self.seconds = milliseconds / 1000
+        self.clock = clock
+        self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
+        self.clock[0] += self.seconds(self.clock[0])
         return x
+
+    def __deepcopy__(self, memo: object) -> Works:
+        return self  # all copies have one clock
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(balance, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return now
 
 
 class Keeps(nn.Module):
@@ -43,25 +56,15 @@ class Keeps(nn.Module):
         return x
 
 
-def test_layers_are_balanced_by_their_time() -> None:
-    model = nn.Sequential(*(Delay(10 * i) for i in range(1, 7)))
-    assert balance_by_time(2, model, torch.ones(1), timeout=0.1) == [4, 2]
+def test_layers_are_balanced_by_their_time(clock: list[float]) -> None:
+    model = nn.Sequential(*(Works(clock, lambda _, i=i: i) for i in range(1, 7)))  # type: ignore[misc]
+    assert balance_by_time(2, model, torch.ones(1)) == [4, 2]
 
 
-def test_a_machine_that_is_slow_for_a_while_slows_all_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_machine_that_is_slow_for_a_while_slows_all_layers(clock: list[float]) -> None:
     """Layers were measured one after the other: the first of these four looked 10 times as slow."""
-    clock = [0.0]
-
-    class Works(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            clock[0] += 10 if clock[0] < 40 else 1
-            return x
-
-    monkeypatch.setattr(balance, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    model = nn.Sequential(*(Works() for _ in range(4)))
-    assert balance_by_time(2, model, torch.ones(1), timeout=100) == [2, 2]
+    layers = [Works(clock, lambda now: 10 if now < 40 else 1) for _ in range(4)]
+    assert balance_by_time(2, nn.Sequential(*layers), torch.ones(1), timeout=100) == [2, 2]
 
 
 def test_the_cut_is_exact() -> None:
@@ -172,6 +175,27 @@ def test_a_model_with_gradients_is_refused() -> None:
         balance_by_time(1, model, torch.ones(1, 2))
 
 
-def test_more_partitions_than_layers_are_refused() -> None:
-    with pytest.raises(ValueError, match="1 items cannot make 2 parts"):
-        balance_by_size(2, nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2))
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ({"partitions": 0}, ValueError, r"partitions must be a positive integer \(0 < 1\)"),
+        (
+            {"partitions": 2},
+            ValueError,
+            r"sequence is shorter than intended partitions \(1 < 2\): a partition has at least",
+        ),
+        ({"module": nn.Linear(2, 2)}, TypeError, "module must be nn.Sequential"),
+        ({"sample": [torch.ones(1, 2)]}, TypeError, "expected Tensor, but got list"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    arguments: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    of_both = {"partitions": 1, "module": model, "sample": torch.ones(1, 2), **arguments}
+    with pytest.raises(kind, match=text):
+        balance_by_time(**of_both)
+    with pytest.raises(kind, match=text):
+        balance_by_size(of_both["partitions"], of_both["module"], of_both["sample"])
+    with pytest.raises(ValueError, match="number of chunks must be positive integer"):
+        balance_by_size(1, model, torch.ones(1, 2), chunks=0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,6 +54,38 @@ def test_an_exception_of_a_recompute_keeps_its_type() -> None:
     output = pipe(torch.randn(4, 2))
     with pytest.raises(Expected, match="from a layer"):
         output.sum().backward()
+
+
+class FailsBackwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise Expected("from a backward")
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_an_exception_of_a_backward_keeps_its_type(checkpoint: str) -> None:
+    fails = [True]
+    apply: Any = FailsBackwards.apply  # untyped in torch
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return apply(x) if fails[0] else x
+
+    model = nn.Sequential(nn.Linear(2, 2), Layer(), nn.Linear(2, 2))
+    pipe, twin = twins(model, [1, 1, 1], chunks=3, checkpoint=checkpoint)
+    x = torch.randn(6, 2)
+    output = pipe(x)
+    with pytest.raises(Expected, match="from a backward"):
+        output.sum().backward()
+    fails[0] = False
+    pipe.zero_grad()
+    pipe(x).sum().backward()
+    plain(twin, x, 3).sum().backward()
+    assert list(differences(pipe, twin)) == []
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
@@ -168,6 +202,11 @@ def test_what_a_pipe_cannot_do_is_an_error() -> None:
         loss.backward()
     with pytest.raises(PipeError, match="cannot be differentiated twice"):
         pipe(x).sum().backward(create_graph=True)
+    loss = pipe(x).sum()
+    with torch.no_grad():
+        x.zero_()
+    with pytest.raises(PipeError, match="the batch was modified in place"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
@@ -181,3 +220,35 @@ def test_gradients_can_be_asked_for(checkpoint: str) -> None:
     found = torch.autograd.grad(pipe(x).sum(), [x, *pipe.parameters()])
     assert all(map(torch.equal, found, wanted))
     assert all(each.grad is None for each in (x, *pipe.parameters()))
+
+
+def test_transforms_of_torch_func_are_refused() -> None:
+    """The process crashed: threads of ranks met a tensor of a transform that they are not in."""
+    pipe = Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
+    x = torch.randn(4, 2)
+    with pytest.raises(PipeError, match=r"transform of torch\.func, .* use torch.autograd"):
+        torch.func.grad(lambda x: pipe(x).sum())(x)
+    pipe(x).sum().backward()
+
+
+def test_two_pipes_with_dropout_run_at_the_same_time() -> None:
+    """The seed of the second call was taken for a random number that a layer of the first drew."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Waits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            inside.set()
+            assert go_on.wait(30)
+            return x
+
+    first = Pipe(nn.Sequential(nn.Dropout(0.5), Waits()), [1, 1], chunks=2)
+    second = Pipe(nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2)), [1, 1], chunks=2)
+    x = torch.ones(4, 2, requires_grad=True)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(first, x)
+        assert inside.wait(30)
+        second(x).sum().backward()
+        go_on.set()
+        output = waiting.result(30)
+    (gradient,) = torch.autograd.grad(output.sum(), x)
+    assert torch.equal(output, gradient)  # what was dropped is dropped again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -218,6 +219,41 @@ def test_two_calls_before_their_backwards() -> None:
         torch.testing.assert_close(mine.grad, theirs.grad)
 
 
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_calls_are_differentiated_in_any_order(order: tuple[int, int], checkpoint: str) -> None:
+    pipe, twin = twins(deep(), [1, 2, 2], chunks=3, checkpoint=checkpoint)
+    batches = torch.randn(8, 6), torch.randn(5, 6)
+    outputs = [pipe(x) for x in batches]
+    wanted = [plain(twin, x, 3) for x in batches]
+    for number in order:
+        outputs[number].square().sum().backward()
+        wanted[number].square().sum().backward()
+        assert list(differences(pipe, twin)) == []
+
+
+class Last(nn.Module):
+    """The output of a recurrent layer without its state."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0]
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_weight_that_a_layer_uses_several_times(checkpoint: str) -> None:
+    """Autograd adds its uses in all microbatches one by one; a Pipe adds each microbatch's sum."""
+    model = nn.Sequential(nn.GRU(4, 5, batch_first=True), Last(), nn.Linear(5, 2))
+    pipe, twin = twins(model, [1, 2], chunks=3, checkpoint=checkpoint)
+    x = torch.randn(7, 3, 4)
+    output, wanted = pipe(x), plain(twin, x, 3)
+    assert torch.equal(output, wanted)
+    output.square().sum().backward()
+    wanted.square().sum().backward()
+    assert set(differences(pipe, twin)) <= {"0.weight_hh_l0", "0.bias_hh_l0"}
+    for mine, theirs in zip(pipe.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
 def test_a_batch_without_rows_keeps_its_shape() -> None:
     pipe = Pipe(deep(), [2, 3], chunks=4)
     output = pipe(torch.empty(0, 6))
@@ -255,6 +291,25 @@ def test_a_layer_or_parameter_may_be_replaced() -> None:
     assert weight.grad is not None
     assert last.weight.grad is not None
     assert torch.equal(pipe(x), plain(nn.Sequential(*pipe), x, 2))
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_layer_may_be_added_after_a_call(checkpoint: str) -> None:
+    """A module that held none was not looked at again: its gradients had other last bits."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.Sequential())
+    pipe, twin = twins(model, [1, 1], chunks=3, checkpoint=checkpoint)
+    pipe(torch.randn(6, 6)).sum().backward()
+    pipe.zero_grad()
+    late = nn.Linear(4, 2)
+    for layers in (pipe[1], twin[1]):
+        assert isinstance(layers, nn.Sequential)
+        layers.append(copy.deepcopy(late))
+    for x in torch.randn(2, 6, 6):
+        pipe(x).square().sum().backward()
+        plain(twin, x, 3).square().sum().backward()
+    assert list(differences(pipe, twin)) == []
+    loss = pipe(x).sum()
+    assert all(each.any() for each in torch.autograd.grad(loss, list(pipe[1].parameters())))
 
 
 def test_chunks_and_checkpoint_may_be_set_after_a_call() -> None:

@@ -270,6 +270,20 @@ def test_what_is_popped_twice_or_never_is_refused() -> None:
             layer(torch.ones(1))
 
 
+def test_commands_may_be_handled_by_the_caller() -> None:
+    """So torchgpipe's own benchmark turns skip connections into tuples."""
+    layer: Any = skippable(stash=["x"], pop=["y"])(Yields)(stash("x", None), pop("y"))
+    done: list[tuple[str, ...]] = []
+    x = torch.ones(1)
+    output = layer.dispatch(
+        x,
+        lambda name, tensor: done.append(("stash", name)),
+        lambda name: done.append(("pop", name)),
+    )
+    assert output is x
+    assert done == [("stash", "x"), ("pop", "y")]
+
+
 def test_a_layer_that_yields_nothing_returns_its_output() -> None:
     @skippable()
     class Plain(nn.Module):
@@ -277,6 +291,16 @@ def test_a_layer_that_yields_nothing_returns_its_output() -> None:
             return x * 2
 
     assert torch.equal(Plain()(torch.ones(1)), torch.full((1,), 2.0))
+
+
+def test_skips_inside_of_layers_stay_in_their_partition() -> None:
+    layers = nn.Linear(3, 3), nn.Sequential(Stash(), nn.Tanh()), nn.Sequential(Pop())
+    x = torch.randn(4, 3)
+    pipe, twin = twins(nn.Sequential(*layers), [1, 2], chunks=2)
+    assert torch.equal(pipe(x), plain(twin, x, 2))
+    pipe, _ = twins(nn.Sequential(*layers), [2, 1], chunks=2)
+    with pytest.raises(RuntimeError, match="'x' has not been stashed"):
+        pipe(x)
 
 
 def test_without_a_pipe_each_thread_has_its_own_skips() -> None:

@@ -18,7 +18,7 @@ import torch
 
 from stageline.errors import PipeError
 from stageline.running.autocast import autocast_cache_off, autocast_devices
-from stageline.torch_private import foreign_modes, saved_tensor_hooks
+from stageline.torch_private import foreign_modes, functorch_level, saved_tensor_hooks
 
 _PLAIN_DEVICE = torch.device("cpu")
 
@@ -86,6 +86,11 @@ def refuse_foreign_modes() -> None:
         raise PipeError(
             f"{names} is active in the calling thread and cannot follow into the "
             "threads of the ranks: leave it before the call"
+        )
+    if functorch_level() is not None:
+        raise PipeError(
+            "a transform of torch.func, such as grad or vmap, is active in the calling thread and "
+            "cannot follow into the threads of the ranks: use torch.autograd on the outputs"
         )
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from stageline.errors import BatchError, PipeError, ScheduleError
@@ -40,7 +39,12 @@ from stageline.running.runner import Runner
 from stageline.running.shipping import Given, Shipping, has_data, has_rows
 from stageline.running.signature import facts_of, named_leaves
 from stageline.running.sizes import MicrobatchSizes
-from stageline.running.streams.calls import CallStreams, Streams, generator_untouched
+from stageline.running.streams.calls import (
+    CallStreams,
+    Streams,
+    generator_untouched,
+    seeds,
+)
 from stageline.running.ties import Ties
 from stageline.running.timetable import Purpose, Timetable, halves
 from stageline.running.undoing import Undo
@@ -360,7 +364,7 @@ class Engine:
         if not self.streams.may_draw:
             return None
         if purpose is Purpose.DIFFERENTIATE:
-            return self.streams.of_call(purpose.name, _drawn_seed, 0)
+            return self.streams.of_call(purpose.name, seeds.draw, 0)
         number = self.streams.completed[purpose.name]
         return self.streams.of_call(purpose.name, lambda: self.runner.seed, number)
 
@@ -392,7 +396,3 @@ class Engine:
                         self._shipping.keep()
                     else:
                         self._shipping.forget()
-
-
-def _drawn_seed() -> int:
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())

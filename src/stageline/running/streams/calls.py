@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stageline.capturing.staged import VariantStage
 from stageline.capturing.streams.frames import Frame, Planned, Route, Track, here
@@ -45,16 +46,44 @@ class Inside:
         here.track = self._before
 
 
+class _Seeds:
+    """Draws a seed for each call that begins, and counts them, for all pipelines of the process."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def draw(self) -> int:
+        """Return a seed from torch's default generator."""
+        with self._lock:
+            self._count += 1
+            return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+
+    def and_generator(self) -> tuple[int, Tensor]:
+        """Return how many were drawn, and the generator's state."""
+        with self._lock:
+            return self._count, default_generator.get_state()
+
+
+seeds = _Seeds()
+
+
 class generator_untouched:  # used like a function
-    """Raise if somebody has drawn from torch's default generator in the meantime."""
+    """Raise if something has drawn from torch's default generator in the meantime.
+
+    Where a pipeline in another thread has drawn its seed meanwhile, what else has cannot be said.
+    """
 
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        self._before = default_generator.get_state()
+        self._before = seeds.and_generator()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None or torch.equal(default_generator.get_state(), self._before):
+        if kind is not None:
+            return
+        (before, state), (now, found) = self._before, seeds.and_generator()
+        if now != before or torch.equal(found, state):
             return
         raise PipeError(
             "during this call something drew from torch's default generator, past the streams that "

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from stageline.capturing.alive import Alive
+from stageline.compat.fairscale.nn.pipe.microbatch import Value, check
 from stageline.compat.fairscale.nn.pipe.skip.carrying import Skips, carrying
+from stageline.compat.fairscale.nn.pipe.splitting import Device, verify_module
 from stageline.partitioning.balance import balance
 
 __all__ = ["balance_by_size", "balance_by_time"]
-
-Value = Tensor | tuple[Tensor, ...]
-Device = torch.device | int | str
 
 _MIN_TURNS = 3  # the first runs of a layer are slow
 
@@ -51,6 +50,7 @@ def balance_by_time(
         timeout: For how many seconds to measure, all layers together.
         device: Where to run; if left out, on the accelerator if there is one, else on the CPU.
     """
+    _verify(partitions, module, sample)
     if any(parameter.grad is not None for parameter in module.parameters()):
         raise ValueError("some parameter already has gradient")
     where = _device(device)
@@ -94,12 +94,27 @@ def balance_by_size(
         param_scale: How many copies of the parameters training holds.
         device: Where to run; if left out, on the accelerator if there is one, else on the CPU.
     """
+    _verify(partitions, module, input)
+    if chunks <= 0:
+        raise ValueError("number of chunks must be positive integer")
     with torch.random.fork_rng(devices=[]):
         sizes = [
             int(_activations(layer) / chunks + _parameters(layer) * param_scale)
             for layer in _layers(module, input, _device(device))
         ]
     return balance(sizes, partitions)
+
+
+def _verify(partitions: int, module: nn.Sequential, sample: Value) -> None:
+    verify_module(module)
+    check(sample)
+    if partitions < 1:
+        raise ValueError(f"partitions must be a positive integer ({partitions} < 1)")
+    if len(module) < partitions:
+        raise ValueError(
+            f"sequence is shorter than intended partitions ({len(module)} < {partitions}): "
+            "a partition has at least one layer"
+        )
 
 
 class _Layer:

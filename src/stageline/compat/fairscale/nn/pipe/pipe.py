@@ -34,6 +34,7 @@ from stageline.compat.fairscale.nn.pipe.splitting import (
 )
 from stageline.errors import StepError
 from stageline.pipeline import Pipeline
+from stageline.running.caller import refuse_foreign_modes
 
 __all__ = ["Pipe"]
 
@@ -171,6 +172,7 @@ class Pipe(nn.Module):
             return self._pipelines[settings]
 
     def _build(self, training: bool, chunks: int, checkpoint: str) -> Pipeline:
+        refuse_foreign_modes()  # tensors made under a transform of torch.func end with it
         stop = {"always": chunks, "except_last": chunks - 1, "never": 0}[checkpoint]
         groups = group(list(self.partitions), self.devices)
         leaving = crossing(list(self._sequentials()))
@@ -254,7 +256,7 @@ class Pipe(nn.Module):
 def _contents(root: nn.Module) -> list[_Content]:
     """Return what every module holds: a layer or a parameter may be replaced after a call."""
     tables = [t for module in root.modules() for t in (module._modules, module._parameters)]
-    return [(table, tuple(table.values())) for table in tables if table]
+    return [(table, tuple(table.values())) for table in tables]
 
 
 def _is_unchanged(content: _Content) -> bool:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from stageline.partitioning.sharing import find_shared
+
 Device = torch.device | int | str
 
 
@@ -116,11 +118,11 @@ def split(
 
 
 def group(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> list[range]:
-    """Return which partitions make one stage of the pipeline: those that share a tensor.
+    """Return which partitions make one stage of the pipeline: those that share memory.
 
     The pipeline would run a copy of a layer whose weight two stages use, without the hooks that are
-    put on the layer later. Between the first and the last partition that share a tensor, all are
-    one stage, if they are on one device.
+    put on the layer later, and two parameters over one memory would get one gradient. Between the
+    first and the last partition that share a tensor, all are one stage, if they are on one device.
 
     Example:
         >>> first, second, third = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
@@ -129,12 +131,10 @@ def group(partitions: Sequence[nn.Module], devices: Sequence[torch.device]) -> l
         [range(0, 2), range(2, 3)]
     """
     ends = list(range(1, len(partitions) + 1))
-    firsts: dict[torch.Tensor, int] = {}
-    for index, partition in enumerate(partitions):
-        for tensor in (*partition.parameters(), *partition.buffers()):
-            first = firsts.setdefault(tensor, index)
-            if len(set(devices[first : index + 1])) == 1:
-                ends[first] = index + 1
+    for shared in find_shared([(index, "", each) for index, each in enumerate(partitions)])[0]:
+        first, last = shared.stages[0], shared.stages[-1]
+        if len(set(devices[first : last + 1])) == 1:
+            ends[first] = max(ends[first], last + 1)
     groups: list[range] = []
     for index, end in enumerate(ends):
         if groups and index < groups[-1].stop:

@@ -87,42 +87,48 @@ class Skippable(nn.Module):
                 raise RuntimeError(f"'{key[1]}' has not been stashed")
         popped = {key[1]: skips.pop(key) for key in self.poppable()}
         stashed: dict[str, Tensor | None] = {}
-        output = self._dispatch(input, stashed, popped)
+
+        def handle_stash(name: str, tensor: Tensor | None) -> None:
+            if name not in self.stashable_names:
+                raise RuntimeError(f"'{name}' has not been declared as stashable")
+            stashed[name] = tensor
+
+        def handle_pop(name: str) -> Tensor | None:
+            if name not in self.poppable_names:
+                raise RuntimeError(f"'{name}' has not been declared as poppable")
+            if name not in popped:
+                raise RuntimeError(f"'{name}' has been popped before")
+            return popped.pop(name)
+
+        output = self.dispatch(input, handle_stash, handle_pop)
         _refuse_left("stashed", self.stashable_names - stashed.keys())
         _refuse_left("popped", popped)
         skips.update((key, stashed[key[1]]) for key in self.stashable())
         return output
 
-    def _dispatch(
-        self, input: Any, stashed: dict[str, Tensor | None], popped: dict[str, Tensor | None]
+    def dispatch(
+        self,
+        input: Any,
+        handle_stash: Callable[[str, Tensor | None], None],
+        handle_pop: Callable[[str], Tensor | None],
     ) -> Any:
-        """Run the layer and do what it yields; one that yields nothing returns its output."""
+        """Run the layer, and call a function for each command that it yields; return its output."""
         generator = self.module(input)
         if not isinstance(generator, Generator):
-            return generator
+            return generator  # it yields nothing
         answer: Tensor | None = None
         while True:
             try:
                 command = generator.send(answer)
             except StopIteration as stop:
                 return stop.value
-            answer = self._do(command, stashed, popped)
-
-    def _do(
-        self, command: Any, stashed: dict[str, Tensor | None], popped: dict[str, Tensor | None]
-    ) -> Tensor | None:
-        if isinstance(command, stash):
-            if command.name not in self.stashable_names:
-                raise RuntimeError(f"'{command.name}' has not been declared as stashable")
-            stashed[command.name] = command.tensor
-            return None
-        if isinstance(command, pop):
-            if command.name not in self.poppable_names:
-                raise RuntimeError(f"'{command.name}' has not been declared as poppable")
-            if command.name not in popped:
-                raise RuntimeError(f"'{command.name}' has been popped before")
-            return popped.pop(command.name)
-        raise TypeError(f"{command!r} is not a command from @skippable")
+            if isinstance(command, stash):
+                answer = None
+                handle_stash(command.name, command.tensor)
+            elif isinstance(command, pop):
+                answer = handle_pop(command.name)
+            else:
+                raise TypeError(f"{command!r} is not a command from @skippable")
 
 
 def _refuse_left(done: str, names: Iterable[str]) -> None:
