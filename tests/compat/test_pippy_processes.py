@@ -343,6 +343,33 @@ def test_stages_in_ddp(four_ranks: RankPool, name: str, is_traced: bool) -> None
     assert four_ranks.run(_replicated, name, is_traced) == [[]] * 4
 
 
+_alone: list[Any] = []  # a group for each rank, and one of both
+
+
+def _late_weights(rank: int) -> bool:
+    """Two replicas of a pipeline of one rank, whose module leaves its gradient to dw_builder."""
+    if not _alone:
+        _alone.extend(dist.new_group([each]) for each in (0, 1))
+        _alone.append(dist.new_group([0, 1]))
+    layer = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def make_gradient() -> None:
+        layer.weight.grad = torch.full_like(layer.weight, 1.0 + rank)
+
+    wrapped = DistributedDataParallel(layer, process_group=_alone[2])
+    stage = PipelineStage(
+        wrapped, 0, 1, "cpu", group=_alone[rank], dw_builder=lambda: make_gradient
+    )
+    x, y = batch()
+    ScheduleGPipe(stage, 2, loss_fn=mean_loss).step(x, target=y)
+    return torch.equal(layer.weight.grad, torch.full_like(layer.weight, 1.5))  # type: ignore[arg-type]
+
+
+def test_gradients_of_a_dw_builder_are_averaged(two_ranks: RankPool) -> None:
+    """They were made after the average over the replicas, which so got different gradients."""
+    assert two_ranks.run(_late_weights) == [True, True]
+
+
 # ---- groups, and what is wrong ---------------------------------------------------------------
 
 

@@ -414,6 +414,27 @@ def test_several_values_between_stages() -> None:
     assert torch.equal(schedule.step(x), (x + 1) * (x * 2))
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_list_between_stages_is_several_values(kind: Any) -> None:
+    """torch makes it a tuple; the door passed the list on, as one argument."""
+
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return kind([x + 1, x * 2])
+
+    class Both(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Any:
+            return kind([a * b, a])
+
+    schedule = ScheduleGPipe(
+        [PipelineStage(Two(), 0, 2, "cpu"), PipelineStage(Both(), 1, 2, "cpu")], 4
+    )
+    x = batch()[0]
+    output = schedule.step(x)
+    assert type(output) is kind  # the last stage's own
+    assert torch.equal(output[0], (x + 1) * (x * 2))
+
+
 def test_arguments_that_are_cut_elsewhere_or_not_at_all() -> None:
     class Product(nn.Module):
         def forward(self, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -561,7 +582,58 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     assert differing(model, plain) == []
 
 
+class Unbalanced(PipelineScheduleMulti):
+    """A schedule of a user, as torch has its subclasses write them: rows of actions and waits."""
+
+    def __init__(self, stages: list[PipelineStage], n_microbatches: int, loss_fn: Any) -> None:
+        super().__init__(stages, n_microbatches, loss_fn)
+        self.pipeline_order = {
+            0: [
+                "0F0",
+                "1F0",
+                "0F1",
+                "1F1",
+                "3F0",
+                "3B0",
+                "3F1",
+                "3B1",
+                "1I0",
+                "1W0",
+                "0B0",
+                "1B1",
+                "0B1",
+            ],
+            1: [None, "2F0", "2F1", None, "2B0", "2I1", "2W1"],
+        }
+        self._validate_and_set_stage_mapping(self.pipeline_order)
+
+
+def test_a_schedule_of_a_subclass() -> None:
+    model = untied()
+    plain = copy.deepcopy(model)
+    x, y = batch()
+    Unbalanced(traced(model, x, spec=SPEC), 2, mean_loss).step(x, target=y)
+    plain_step(plain, x, target=y, num_microbatches=2, loss_fn=mean_loss)
+    assert differing(model, plain) == []
+
+
 # ---- what is wrong ---------------------------------------------------------------------------
+
+
+def test_a_schedule_without_an_order() -> None:
+    """It was an AttributeError about the door's own attribute."""
+    schedule = PipelineScheduleMulti(traced(untied(), batch()[0], spec=SPEC), 2)
+    with pytest.raises(RuntimeError, match=r"no order of its own: load one with _load_csv\(file\)"):
+        schedule.step(batch()[0])
+
+
+def test_what_is_no_stage() -> None:
+    """An empty list was an IndexError, and a module "is not iterable"."""
+    for stages, text in (([], "an empty list"), (nn.Linear(2, 2), "Linear"), ([None], "NoneType")):
+        with pytest.raises(
+            TypeError, match=f"wanted a PipelineStage or a list of them, got {text}"
+        ):
+            ScheduleGPipe(stages, 2)  # type: ignore[arg-type]  # as a caller might
 
 
 def test_a_step_without_gradients() -> None:

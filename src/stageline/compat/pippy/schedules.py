@@ -76,6 +76,7 @@ class _PipelineSchedule:
 
     Attributes:
         pipeline: The ``sl.Pipeline`` that runs.
+        has_backward: Whether there is a loss, and with it a backward.
     """
 
     family: ClassVar[str | None] = None
@@ -95,7 +96,7 @@ class _PipelineSchedule:
         defer_pp_recv: bool = False,
         use_full_backward: bool | None = None,
     ) -> None:
-        self._stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
+        self._stages = self._checked(stages)
         self._n_microbatches = n_microbatches
         # Its keywords change from step to step (loss_kwargs); the function stays the same one.
         self._loss_fn = None if loss_fn is None else partial(loss_fn)
@@ -109,8 +110,18 @@ class _PipelineSchedule:
         for stage in self._stages:
             stage.schedule = self
         self._check()
+        self._pipeline: Pipeline | None = None
         if self.family is not None:  # here, as every rank comes here: building is collective
-            self.pipeline = self._built(self.family)
+            self._pipeline = self._built(self.family)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        if self._pipeline is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no order of its own: load one with _load_csv(file), or "
+                "use another class, such as ScheduleInterleaved1F1B"
+            )
+        return self._pipeline
 
     @property
     def has_backward(self) -> bool:
@@ -125,6 +136,17 @@ class _PipelineSchedule:
         return args or of_args, kwargs or of_kwargs
 
     # ---- building ----------------------------------------------------------------------------
+
+    def _checked(self, stages: Any) -> list[PipelineStage]:
+        stages = list(stages) if isinstance(stages, Sequence) else [stages]
+        others = [type(each).__name__ for each in stages if not isinstance(each, PipelineStage)]
+        if others or not stages:
+            given = ", ".join(others) or "an empty list"
+            raise TypeError(
+                f"{type(self).__name__}: wanted a PipelineStage or a list of them, got {given}: "
+                "each process gives the stages that it holds, at least one"
+            )
+        return stages
 
     def _check(self) -> None:
         first = self._stages[0]
@@ -196,10 +218,7 @@ class _PipelineSchedule:
                 "shared parameters and gives each its whole gradient."
             )
         return Pipeline.from_stages(
-            {
-                stage.stage_index: _WithKeywords(without_replicas(stage.submod), self._given)
-                for stage in self._stages
-            },
+            {stage.stage_index: _WithKeywords(stage, self._given) for stage in self._stages},
             num_stages=first.num_stages,
             unpack_tuples=True,
             **settings,
@@ -240,12 +259,13 @@ class _PipelineSchedule:
                 "be used under torch.no_grad() context. Please call eval() instead."
             )
         self.pipeline.keep_outputs = return_outputs
-        with averaged([stage.submod for stage in self._stages] if self.has_backward else []):
+        trained = self._stages if self.has_backward else []
+        with averaged([stage.submod for stage in trained]):
             output = self._run(args, kwargs, target, losses, loss_kwargs)
-        for stage in self._stages if self.has_backward else ():
-            if stage.dw_builder is not None:
-                for _ in range(self._num_run):
-                    stage.dw_builder()()
+            for stage in trained:
+                if stage.dw_builder is not None:
+                    for _ in range(self._num_run):
+                        stage.dw_builder()()
         return output if return_outputs else None
 
     def eval(
@@ -330,16 +350,19 @@ class _WithKeywords(nn.Module):
 
     draws_nothing = True  # no random numbers; the module answers for itself
 
-    def __init__(self, submod: nn.Module, given: _Given) -> None:
+    def __init__(self, stage: PipelineStage, given: _Given) -> None:
         super().__init__()
-        self.submod = submod
+        self.submod = without_replicas(stage.submod)
         self.given = given
+        self.is_last = stage.is_last
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         parts, microbatch = self.given.keywords, current_microbatch()
-        if parts is None or microbatch is None or kwargs:
-            return self.submod(*args, **kwargs)
-        return self.submod(*args, **parts[microbatch])
+        if parts is not None and microbatch is not None and not kwargs:
+            kwargs = dict(parts[microbatch])
+        output = self.submod(*args, **kwargs)
+        # The values of a list are arguments of the next stage too, as those of a tuple are.
+        return tuple(output) if isinstance(output, list) and not self.is_last else output
 
 
 def _plain(device: torch.device) -> torch.device:
@@ -357,13 +380,23 @@ class PipelineScheduleSingle(_PipelineSchedule):
 
 
 class PipelineScheduleMulti(_PipelineSchedule):
-    """A schedule with several stages per rank; by itself it runs what a file says."""
+    """A schedule with several stages per rank; by itself it runs what a file or a subclass says."""
 
     def _load_csv(self, filename: str, format: str = "compute_only") -> None:
         """Run the schedule of a CSV file, one line per rank."""
         if format not in ("compute_only", "compute_comms"):
             raise ValueError(f"format={format!r}: wanted 'compute_only' or 'compute_comms'")
-        self.pipeline = self._built(parse(Path(filename).read_text(encoding="utf-8")))
+        self._pipeline = self._built(parse(Path(filename).read_text(encoding="utf-8")))
+
+    def _validate_and_set_stage_mapping(self, actions: Mapping[int, Sequence[Any]]) -> None:
+        """Run the order of a subclass: for each rank its actions, which print as in a file."""
+        rows = [
+            [str(each) for each in actions[rank] if each is not None] for rank in sorted(actions)
+        ]
+        self._pipeline = self._built(parse("\n".join(map(",".join, rows))))
+
+
+_PipelineScheduleRuntime = PipelineScheduleMulti  # torchtitan's name for a schedule of a file
 
 
 class _ScheduleForwardOnly(PipelineScheduleSingle):
