@@ -74,7 +74,8 @@ if is_first:
     print(pipe.split_gm.submod_0)
 
 stages = [PipelineStage(pipe, index, torch.device("cpu")) for index in here]
-schedule = ScheduleGPipe(stages, num_stages, loss_fn=nn.functional.cross_entropy)
+loss_fn = nn.functional.cross_entropy
+schedule = ScheduleGPipe(stages, num_stages, loss_fn=loss_fn, scale_grads=True)
 inputs = (x,) if is_first else ()
 target = labels if is_last else None
 
@@ -93,7 +94,7 @@ for step in range(args.steps):
     schedule.step(*inputs, target=target, losses=losses)
     optimizer.step()
     optimizer.zero_grad()
-    wanted = nn.functional.cross_entropy(plain(x), labels)
+    wanted = loss_fn(plain(x), labels)
     wanted.backward()
     plain_optimizer.step()
     plain_optimizer.zero_grad()

@@ -331,6 +331,19 @@ def test_a_stage_that_does_not_exist() -> None:
             unrolled().get_stage_module(index)
 
 
+def test_a_hook_around_a_whole_stage() -> None:
+    """It was taken and never called: a schedule runs the layers, not the module around them."""
+    stage = unrolled().get_stage_module(0)
+    for register in (
+        stage.register_forward_hook,
+        stage.register_forward_pre_hook,
+        stage.register_full_backward_hook,
+        stage.register_full_backward_pre_hook,
+    ):
+        with pytest.raises(NotImplementedError, match="register it on a layer"):
+            register(lambda *_: None)
+
+
 def test_split_gm_is_not_to_be_called() -> None:
     with pytest.raises(RuntimeError, match="invoke the Pipe object directly"):
         unrolled().split_gm(X)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from stageline.compat.pippy import (
     build_stage,
     get_schedule_class,
     pipeline,
+    schedules,
 )
 from stageline.testing import RankPool, plain_step
 from tests.compat.pippy_models import WIDTH, IterativeNetwork, Split, Untied
@@ -229,6 +231,8 @@ def _evaluated(rank: int) -> bool:
     trained = run(schedule, x, None, [])
     stage.submod.eval()
     output = run(schedule, x, None, [])
+    if rank == 0:  # a pipe that is called runs all stages here, and needs no other rank
+        assert torch.equal(pipe(x)[0], model(x))
     wanted = torch.cat([model.eval()(part) for part in x.tensor_split(2)])
     return rank == 0 or (torch.equal(output, wanted) and not torch.equal(trained, wanted))
 
@@ -442,6 +446,31 @@ def test_wrong_stages(two_ranks: RankPool) -> None:
         two_ranks.run(_wrong_v)
         == ["ScheduleZBVZeroBubble requires exactly 2 stages per rank, but got 1."] * 2
     )
+
+
+def _notes(rank: int) -> list[str]:
+    """Make each of two schedules twice; return what was logged."""
+    schedules._said.clear()
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[assignment]  # keep them
+    logging.getLogger("stageline").addHandler(handler)
+    pipe = pipeline(Untied(2), 4, (batch()[0],), split_spec={"layers.1": SplitPoint.BEGINNING})
+    for _ in range(2):
+        ScheduleGPipe(PipelineStage(nn.Linear(2, 2), rank, 2, "cpu"), 2, loss_fn=mean_loss)
+        ScheduleGPipe(PipelineStage(pipe, rank, "cpu"), 4, loss_fn=mean_loss, scale_grads=True)
+        ScheduleGPipe(PipelineStage(pipe, rank, "cpu"), 4)
+        ScheduleGPipe(PipelineStage(pipe, rank, "cpu"), 4, loss_fn=mean_loss)
+    logging.getLogger("stageline").removeHandler(handler)
+    return [record.getMessage() for record in records]
+
+
+def test_notes(two_ranks: RankPool) -> None:
+    """PiPPy's own test of gradients takes a sum as its loss: it got a quarter of them, silently."""
+    (shared, scaled), others = two_ranks.run(_notes)
+    assert others == []
+    assert "a parameter that ranks share gets a part of its gradient on each" in shared
+    assert "pass scale_grads=False if loss_fn is a sum" in scaled
 
 
 class Failing(nn.Module):

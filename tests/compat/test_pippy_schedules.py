@@ -456,6 +456,20 @@ def test_arguments_that_are_cut_elsewhere_or_not_at_all() -> None:
     assert torch.equal(schedule.step(a, a.T), a + a)
 
 
+def test_specs_of_values_inside_of_an_argument() -> None:
+    """What lies in a dict was cut although its spec says that it goes whole to every microbatch."""
+
+    class Product(nn.Module):
+        def forward(self, x: list[dict[str, Tensor]]) -> Tensor:
+            return x[0]["a"] @ x[0]["b"]
+
+    a, b = torch.randn(8, 3), torch.randn(3, 5)
+    specs = ([{"a": TensorChunkSpec(0), "b": _Replicate}],)
+    schedule = ScheduleGPipe([PipelineStage(Product(), 0, 1, "cpu")], 4, args_chunk_spec=specs)
+    wanted = torch.cat([part @ b for part in a.tensor_split(4)])
+    assert torch.equal(schedule.step([{"a": a, "b": b}]), wanted)
+
+
 def test_specs_of_a_with_block() -> None:
     class Sum(nn.Module):
         def forward(self, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -587,7 +601,7 @@ class Unbalanced(PipelineScheduleMulti):
 
     def __init__(self, stages: list[PipelineStage], n_microbatches: int, loss_fn: Any) -> None:
         super().__init__(stages, n_microbatches, loss_fn)
-        self.pipeline_order = {
+        self.pipeline_order: dict[int, list[str | None]] = {
             0: [
                 "0F0",
                 "1F0",

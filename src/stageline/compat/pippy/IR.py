@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -285,6 +285,16 @@ class PipeStageModule(nn.Module):
 
     def __repr__(self) -> str:
         return self._text()
+
+    def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            "a schedule runs the layers of a stage and never calls the module around them, so that "
+            "a hook here would not be called: register it on a layer, stage.submod.get_submodule("
+            "name), or use sl.Pipeline(plan=pipe.plan, wrap_stage=...)"
+        )
+
+    register_forward_hook = register_forward_pre_hook = _refuse_hook
+    register_full_backward_hook = register_full_backward_pre_hook = _refuse_hook
 
 
 class Pipe(nn.Module):

@@ -207,18 +207,15 @@ def batch_dims(args_spec: Any, kwargs_spec: Any) -> dict[str, int]:
 
 
 def replicated(values: Any, specs: Any) -> Any:
-    """Mark the arguments that go whole to every microbatch, as their specs say."""
-    if specs is None:
-        return values
-    if isinstance(values, dict):
-        return {k: replicate(v) if _is_whole(specs.get(k)) else v for k, v in values.items()}
-    each = zip(values, specs, strict=False)
-    marked = [replicate(value) if _is_whole(spec) else value for value, spec in each]
-    return (*marked, *values[len(marked) :])
-
-
-def _is_whole(spec: Any) -> bool:
-    return spec is _Replicate or isinstance(spec, _Replicate)
+    """Mark the values that go whole to every microbatch, as their specs say."""
+    if specs is _Replicate or isinstance(specs, _Replicate):
+        return replicate(values)
+    if isinstance(specs, Mapping) and isinstance(values, dict):
+        return {name: replicated(value, specs.get(name)) for name, value in values.items()}
+    if isinstance(specs, (tuple, list)) and type(values) in (tuple, list):
+        marked = [replicated(*each) for each in zip(values, specs, strict=False)]
+        return type(values)((*marked, *values[len(marked) :]))
+    return values
 
 
 def _named(specs: Any, root: str) -> Iterator[tuple[str, Any]]:

@@ -69,7 +69,7 @@ class _PipelineSchedule:
         output_merge_spec: How the outputs of the microbatches are joined.
         scale_grads: Whether gradients are those of the mean over the batch (the loss_fn is a mean),
             or of the sum (it is a sum); or ``(microbatch, batch) -> weight``, such as a share of
-            tokens.
+            tokens. Left out it is True, as in torch.
         backward_requires_autograd: Not needed, accepted.
         defer_pp_recv: Not needed, accepted: a receipt never delays a computation.
         use_full_backward: Not needed, accepted.
@@ -90,7 +90,7 @@ class _PipelineSchedule:
         args_chunk_spec: tuple[Any, ...] | None = None,
         kwargs_chunk_spec: dict[str, Any] | None = None,
         output_merge_spec: Any = None,
-        scale_grads: bool | LossWeight = True,
+        scale_grads: bool | LossWeight | None = None,
         *,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
@@ -100,8 +100,14 @@ class _PipelineSchedule:
         self._n_microbatches = n_microbatches
         # Its keywords change from step to step (loss_kwargs); the function stays the same one.
         self._loss_fn = None if loss_fn is None else partial(loss_fn)
-        self.scale_grads = scale_grads
+        self.scale_grads = True if scale_grads is None else scale_grads
         self._pipe = self._stages[0].pipe
+        is_pippys = self._pipe is not None and self._pipe.num_chunks is not None
+        if is_pippys and scale_grads is None and loss_fn is not None:
+            self._say_once(
+                "PiPPy and torch before 2.6 never scaled gradients, here they are those of the "
+                "mean over the batch: pass scale_grads=False if loss_fn is a sum, else True"
+            )
         self._specs = self._chunk_specs(args_chunk_spec, kwargs_chunk_spec)
         self._merge_spec = output_merge_spec
         if self._merge_spec is None and self._pipe is not None:
@@ -138,15 +144,15 @@ class _PipelineSchedule:
     # ---- building ----------------------------------------------------------------------------
 
     def _checked(self, stages: Any) -> list[PipelineStage]:
-        stages = list(stages) if isinstance(stages, Sequence) else [stages]
-        others = [type(each).__name__ for each in stages if not isinstance(each, PipelineStage)]
-        if others or not stages:
-            given = ", ".join(others) or "an empty list"
+        given = list(stages) if isinstance(stages, Sequence) else [stages]
+        others = [type(each).__name__ for each in given if not isinstance(each, PipelineStage)]
+        if others or not given:
             raise TypeError(
-                f"{type(self).__name__}: wanted a PipelineStage or a list of them, got {given}: "
-                "each process gives the stages that it holds, at least one"
+                f"{type(self).__name__}: wanted a PipelineStage or a list of them, got "
+                f"{', '.join(others) or 'an empty list'}: each process gives the stages that it "
+                "holds, at least one"
             )
-        return stages
+        return given
 
     def _check(self) -> None:
         first = self._stages[0]
@@ -211,8 +217,8 @@ class _PipelineSchedule:
         if first.pipe is not None:
             first.pipe.check_shared()
             return Pipeline(plan=first.pipe.plan, **settings)
-        if world is not None and world.rank == 0:
-            _say_once(
+        if world is not None:
+            self._say_once(
                 "PipelineStage(module, ...) knows the modules of its own rank only: a parameter "
                 "that ranks share gets a part of its gradient on each. pipeline(model, ...) finds "
                 "shared parameters and gives each its whole gradient."
@@ -309,6 +315,11 @@ class _PipelineSchedule:
             losses[:] = result.microbatch_losses
         return result.outputs if self._is_last else None
 
+    def _say_once(self, note: str) -> None:
+        if self._stages[0].group_rank == 0 and note not in _said:
+            _said.add(note)
+            log.warning(0, note)
+
     @property
     def _is_last(self) -> bool:
         return any(stage.is_last for stage in self._stages)
@@ -367,12 +378,6 @@ class _WithKeywords(nn.Module):
 
 def _plain(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "cpu" else device
-
-
-def _say_once(note: str) -> None:
-    if note not in _said:
-        _said.add(note)
-        log.warning(0, note)
 
 
 class PipelineScheduleSingle(_PipelineSchedule):
