@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import stageline as sl
@@ -152,11 +154,14 @@ def test_copies_of_a_shared_block_stay_equal(four_ranks: RankPool) -> None:
     assert first == second == third
 
 
-def _called(rank: int) -> tuple[bool, bool]:
+def _called(rank: int, trains: bool) -> tuple[bool, bool]:
     torch.manual_seed(0)
     model = IterativeNetwork()
     pipe = pipeline(model, 4, (batch()[0],), split_spec={"iter_block": SplitPoint.END})
     stage = PipelineStage(pipe, rank, "cpu")
+    if trains:
+        x, y = batch(width=3)
+        run(ScheduleGPipe(stage, 4, loss_fn=mean_loss, scale_grads=True), x, y, [])
     found = []
     for rows in (16, 10):
         x = batch(rows)[0]
@@ -166,8 +171,10 @@ def _called(rank: int) -> tuple[bool, bool]:
     return found[0], found[1]
 
 
-def test_a_stage_is_called_as_in_pippy(four_ranks: RankPool) -> None:
-    assert four_ranks.run(_called) == [(True, True)] * 4
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_stage_is_called_as_in_pippy(four_ranks: RankPool, trains: bool) -> None:
+    """After a schedule with a loss, a call was a training step without a target."""
+    assert four_ranks.run(_called, trains) == [(True, True)] * 4
 
 
 def _masked(rank: int) -> list[str]:
@@ -434,7 +441,23 @@ def _wrong_v(rank: int) -> str:
     return "built"
 
 
+def _sharded(rank: int) -> str:
+    """Say what a schedule makes of sharded parameters; torch's error was about a python storage."""
+    layer = nn.Linear(2, 2)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    try:
+        ScheduleGPipe(PipelineStage(layer, rank, 2, "cpu"), 2)
+    except ValueError as error:
+        return str(error)
+    return "built"
+
+
 def test_wrong_stages(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_sharded) == [
+        f"ScheduleGPipe: fully_shard has split the parameters of stage {rank}, which is not "
+        "possible here: replicate stages with DistributedDataParallel"
+        for rank in (0, 1)
+    ]
     assert two_ranks.run(_wrong_stage) == [
         f"ScheduleGPipe holds stages [{rank}] on rank {rank}, got [{1 - rank}]" for rank in (0, 1)
     ]

@@ -105,8 +105,8 @@ class _PipelineSchedule:
         is_pippys = self._pipe is not None and self._pipe.num_chunks is not None
         if is_pippys and scale_grads is None and loss_fn is not None:
             self._say_once(
-                "PiPPy and torch before 2.6 never scaled gradients, here they are those of the "
-                "mean over the batch: pass scale_grads=False if loss_fn is a sum, else True"
+                "PiPPy did not scale gradients, here they are those of the mean over the batch: "
+                "pass scale_grads=False if loss_fn is a sum, else True"
             )
         self._specs = self._chunk_specs(args_chunk_spec, kwargs_chunk_spec)
         self._merge_spec = output_merge_spec
@@ -159,6 +159,15 @@ class _PipelineSchedule:
         name = type(self).__name__
         if any((s.pipe, s.num_stages) != (first.pipe, first.num_stages) for s in self._stages):
             raise ValueError(f"{name}: the stages belong to different pipelines")
+        # What fully_shard makes of a parameter has this method.
+        sharded = [
+            s.stage_index for s in self._stages for p in s.parameters() if hasattr(p, "full_tensor")
+        ]
+        if sharded:
+            raise ValueError(
+                f"{name}: fully_shard has split the parameters of stage {sharded[0]}, which is not "
+                "possible here: replicate stages with DistributedDataParallel"
+            )
         if self._holds is not None and self._world is not None and len(self._stages) != self._holds:
             raise ValueError(
                 f"{name} requires exactly {self._holds} stages per rank, but got "
