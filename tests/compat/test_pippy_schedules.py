@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.nn import functional as F
 
 from stageline.compat.pippy import (
@@ -572,6 +574,28 @@ def test_a_manual_stage_of_pippy() -> None:
 def test_schedules_by_name(name: str) -> None:
     found = get_schedule_class(name)
     assert found.__name__.lower() == f"schedule{name.lower()}"
+
+
+def test_arguments_of_schedules_have_the_places_and_names_of_torch() -> None:
+    """`stage=` was a TypeError, and the merge spec of LoopedBFS was taken for that of arguments."""
+    for name in ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble", "DualPipeV"):
+        theirs = inspect.signature(torch_schedules.get_schedule_class(name))
+        first, *others = theirs.parameters
+        stages = [PipelineStage(nn.Linear(2, 2), i, 2, "cpu") for i in range(2)]
+        given: dict[str, Any] = {
+            first: stages,
+            "n_microbatches": 2,
+            "loss_fn": mean_loss,
+            "scale_grads": False,
+        }
+        assert get_schedule_class(name)(**given).scale_grads is False
+        assert others[:2] == ["n_microbatches", "loss_fn"]
+    largest = _CustomReducer(torch.tensor(-9.0), torch.maximum)
+    stage = PipelineStage(nn.Identity(), 0, 1, "cpu")
+    x = batch()[0]
+    assert torch.equal(
+        ScheduleLoopedBFS([stage], 2, None, largest).step(x), torch.maximum(x[:8], x[8:])
+    )
 
 
 def test_which_schedules_take_one_stage() -> None:

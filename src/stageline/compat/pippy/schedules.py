@@ -392,6 +392,15 @@ def _plain(device: torch.device) -> torch.device:
 class PipelineScheduleSingle(_PipelineSchedule):
     """A schedule with one stage per rank."""
 
+    def __init__(
+        self,
+        stage: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(stage, n_microbatches, *args, **kwargs)
+
 
 class PipelineScheduleMulti(_PipelineSchedule):
     """A schedule with several stages per rank; by itself it runs what a file or a subclass says."""
@@ -446,6 +455,18 @@ class ScheduleLoopedBFS(PipelineScheduleMulti):
     """Several stages per rank, all microbatches stage by stage."""
 
     family = "looped-bfs"
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool | LossWeight | None = None,
+        **kwargs: Any,
+    ) -> None:
+        merged = {"output_merge_spec": output_merge_spec, "scale_grads": scale_grads}
+        super().__init__(stages, n_microbatches, loss_fn, **merged, **kwargs)
 
 
 class ScheduleInterleavedZeroBubble(PipelineScheduleMulti):
