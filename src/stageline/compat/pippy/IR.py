@@ -44,7 +44,7 @@ __all__ = [
 _POINTS = "pippy_split_points"  # an attribute of an annotated model
 _OF_BATCH = (
     *("example_args", "example_kwargs", "split_policy"),
-    *("args_chunk_spec", "kwargs_chunk_spec", "output_chunk_spec"),
+    *("args_chunk_spec", "kwargs_chunk_spec", "output_chunk_spec", "constraints"),
 )
 _SIDES = {"BEGINNING": "begin", "END": "end"}
 
@@ -156,6 +156,7 @@ def _pipeline_of_batch(
     args_chunk_spec: Any = None,
     kwargs_chunk_spec: Any = None,
     output_chunk_spec: Any = None,
+    constraints: Any = None,  # on sizes, which are free here
 ) -> Pipe:
     """PiPPy's ``pipeline``."""
     of_args, of_kwargs = active_specs()
@@ -296,6 +297,9 @@ class PipeStageModule(nn.Module):
     register_forward_hook = register_forward_pre_hook = _refuse_hook
     register_full_backward_hook = register_full_backward_pre_hook = _refuse_hook
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _no_copy("a stage")
+
 
 class Pipe(nn.Module):
     """A model in stages.
@@ -335,13 +339,15 @@ class Pipe(nn.Module):
             Pipe.from_tracing(mod, example_args, example_kwargs=None, split_policy=None)
             Pipe.from_tracing(mod, num_chunks, example_args, example_kwargs=None,
                               split_policy=None, args_chunk_spec=None, kwargs_chunk_spec=None,
-                              output_chunk_spec=None)
+                              output_chunk_spec=None, constraints=None)
         """
         if not _is_pippys(args, kwargs):
             return _traced(mod, *args, **kwargs)
         if "num_chunks" in kwargs:
             args = (kwargs.pop("num_chunks"), *args)
         num_chunks, *others = args
+        if len(others) > len(_OF_BATCH):
+            raise TypeError(f"from_tracing: {args[len(_OF_BATCH) + 1 :]} is too many arguments")
         named = dict(zip(_OF_BATCH, others, strict=False))
         return _pipeline_of_batch(mod, num_chunks, **named, **kwargs)
 
@@ -431,8 +437,18 @@ class Pipe(nn.Module):
                 users.setdefault(id(parameter), {})[stage] = name
         return [names for names in users.values() if len(names) > 1]
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _no_copy("a Pipe")
+
     def __repr__(self) -> str:
         return printing.pipe_text(self.plan, [self._text(i)() for i in range(self.num_stages)])
+
+
+def _no_copy(what: str) -> TypeError:
+    return TypeError(
+        f"{what} cannot be copied or pickled: copy the model and call pipeline() on the copy, or "
+        "save state_dict()"
+    )
 
 
 def _traced(
