@@ -14,11 +14,10 @@ from torch.distributed import ProcessGroup
 from stageline.capturing.graph import Cuttable
 from stageline.capturing.marks import CutPoint
 from stageline.capturing.recorded import capture
-from stageline.capturing.stage import TABLES
-from stageline.capturing.staged import VariantStage
 from stageline.compat.pippy import printing
 from stageline.compat.pippy.microbatch import active_specs
 from stageline.compat.pippy.ModelSplit import SplitPolicy
+from stageline.compat.pippy.stage_module import PipeStageModule, SplitModule, no_copy
 from stageline.errors import ConfigError
 from stageline.partitioning.named import cuts_beside_calls
 from stageline.partitioning.plan import Plan
@@ -261,46 +260,6 @@ class TrivialLossWrapper(LossWrapper):
         return self.loss_fn(self.module(x), targets)
 
 
-class PipeStageModule(nn.Module):
-    """One stage of a pipe: modules of the model, under their names in it.
-
-    Called, it runs what the model's code does between two split points: given what earlier stages
-    have made and the arguments of the model that it uses, it returns what later stages need.
-    """
-
-    def __init__(self, stage: VariantStage, text: Callable[[], str]) -> None:
-        super().__init__()
-        # The same tables, so that moving one to a device moves both.
-        vars(self).update({table: vars(stage)[table] for table in TABLES})
-        self.training = stage.training
-        self.index = stage.index
-        self._code, self._follow, self._text = stage.module_of, stage.train, text
-
-    def forward(self, *args: Any) -> Any:
-        return self._code()(*args)
-
-    def train(self, mode: bool = True) -> PipeStageModule:
-        self.training = mode
-        self._follow(mode)
-        return self
-
-    def __repr__(self) -> str:
-        return self._text()
-
-    def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            "a schedule runs the layers of a stage and never calls the module around them, so that "
-            "a hook here would not be called: register it on a layer, stage.submod.get_submodule("
-            "name), or use sl.Pipeline(plan=pipe.plan, wrap_stage=...)"
-        )
-
-    register_forward_hook = register_forward_pre_hook = _refuse_hook
-    register_full_backward_hook = register_full_backward_pre_hook = _refuse_hook
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise _no_copy("a stage")
-
-
 class Pipe(nn.Module):
     """A model in stages.
 
@@ -325,7 +284,7 @@ class Pipe(nn.Module):
         self.loss_spec: Any = None
         self._sides = sides
         self._texts: list[str] | None = None
-        self.split_gm = _SplitModule(self)
+        self.split_gm = SplitModule(self.print_readable, self.__repr__)
         for index, stage in sorted(plan.parts.held.items()):
             self.split_gm.add_module(f"submod_{index}", PipeStageModule(stage, self._text(index)))
         self.replicated_params = self._replicated()
@@ -438,17 +397,10 @@ class Pipe(nn.Module):
         return [names for names in users.values() if len(names) > 1]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise _no_copy("a Pipe")
+        raise no_copy("a Pipe")
 
     def __repr__(self) -> str:
         return printing.pipe_text(self.plan, [self._text(i)() for i in range(self.num_stages)])
-
-
-def _no_copy(what: str) -> TypeError:
-    return TypeError(
-        f"{what} cannot be copied or pickled: copy the model and call pipeline() on the copy, or "
-        "save state_dict()"
-    )
 
 
 def _traced(
@@ -459,22 +411,3 @@ def _traced(
 ) -> Pipe:
     """torch's ``Pipe.from_tracing``."""
     return _pipeline_of_microbatch(mod, example_args, example_kwargs, None, split_policy)
-
-
-class _SplitModule(nn.Module):
-    """Holds the stages of a pipe."""
-
-    def __init__(self, pipe: Pipe) -> None:
-        super().__init__()
-        self._print, self._text = pipe.print_readable, pipe.__repr__
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            "To run pipeline locally, invoke the Pipe object directly, not `split_gm`"
-        )
-
-    def print_readable(self) -> None:
-        self._print()
-
-    def __repr__(self) -> str:
-        return self._text()
