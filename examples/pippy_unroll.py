@@ -63,7 +63,8 @@ is_first, is_last = 0 in here, num_stages - 1 in here
 torch.manual_seed(0)
 model = IterativeNetwork(args.width, num_iters=num_stages - 1)
 plain = copy.deepcopy(model)
-x, labels = torch.randn(32, args.width), torch.randint(10, (32,))
+rows = 8 * num_stages  # microbatches of one size: the mean of their losses is that of the batch
+x, labels = torch.randn(rows, args.width), torch.randint(10, (rows,))
 
 annotate_split_points(model, {"iter_block": PipeSplitWrapper.SplitPoint.END})
 pipe = Pipe.from_tracing(model, num_stages, example_args=(x,))
