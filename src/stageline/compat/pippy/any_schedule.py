@@ -38,6 +38,7 @@ class AnySchedule:
     alone gives all stages, which then run as threads.
 
     Example:
+        >>> from stageline.compat.pippy import ScheduleGPipe
         >>> stages = [PipelineStage(nn.Linear(4, 4), i, 2, "cpu") for i in range(2)]
         >>> schedule = ScheduleGPipe(stages, 2, loss_fn=nn.MSELoss())
         >>> losses = []
