@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import flex_attention
 
 from stageline.compat.pippy import (
     ArgsChunkSpec,
@@ -53,6 +54,29 @@ def test_keyword_arguments_with_rows_of_their_own() -> None:
         schedule.step(x, gate=gate).flatten().tolist()
         == [0.0] * 4 + [1.0] * 4 + [2.0] * 4 + [3.0] * 4
     )
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor, mask: Any = None) -> Tensor:
+        output: Tensor = flex_attention.flex_attention(x, x, x, block_mask=mask)
+        return output
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_block_mask_is_cut_with_the_batch() -> None:
+    """Every microbatch was given the whole mask, and took that of the first rows."""
+    torch.manual_seed(0)
+    lengths, x = torch.tensor([40, 128, 7, 90, 64, 13]), torch.randn(6, 1, 128, 16)
+
+    def is_seen(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (kv < lengths[b])
+
+    mask = flex_attention.create_block_mask(is_seen, 6, 1, 128, 128, device="cpu")
+    schedule = ScheduleGPipe([PipelineStage(Attention(), 0, 1, "cpu")], 4)
+    with torch.no_grad():
+        assert torch.equal(schedule.step(x, mask=mask), Attention()(x, mask))
+    with pytest.raises(NotImplementedError, match="make one for all rows"):
+        schedule.step(x, mask)
 
 
 def test_a_first_stage_that_is_given_keyword_arguments_alone() -> None:

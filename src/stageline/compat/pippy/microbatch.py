@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -134,14 +136,66 @@ def _split(value: Any, spec: ChunkSpec, chunks: int) -> list[Any]:
     """Return the parts of one argument, which may be a tree of tensors."""
     leaves, structure = tree_flatten(value)
     split = [
-        list(leaf.tensor_split(chunks, one.split_dim))
-        if isinstance(leaf, Tensor) and isinstance(one, TensorChunkSpec)
-        else [leaf] * chunks
+        _split_leaf(leaf, one, chunks)
         for leaf, one in zip(leaves, _of_leaves(spec, len(leaves)), strict=True)
     ]
     return [tree_unflatten(list(parts), structure) for parts in zip(*split, strict=True)] or [
         value
     ] * chunks
+
+
+def _split_leaf(leaf: Any, spec: Any, chunks: int) -> list[Any]:
+    if isinstance(spec, TensorChunkSpec) and isinstance(leaf, Tensor):
+        return list(leaf.tensor_split(chunks, spec.split_dim))
+    if isinstance(spec, TensorChunkSpec) and _has_rows(leaf):
+        return _split_mask(leaf, chunks)
+    return [leaf] * chunks
+
+
+def _has_rows(value: Any) -> bool:
+    """Whether a value is a BlockMask of FlexAttention that is not the same for all rows."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")  # which takes long to import
+    return (
+        flex is not None and isinstance(value, flex.BlockMask) and value.kv_num_blocks.shape[0] > 1
+    )
+
+
+def _split_mask(mask: Any, chunks: int) -> list[Any]:
+    """Cut a BlockMask along the batch."""
+    tables = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    cut = {
+        name: [None] * chunks if table is None else table.tensor_split(chunks)
+        for name in tables
+        for table in [getattr(mask, name)]
+    }
+    rows = (len(part) for part in mask.kv_num_blocks.tensor_split(chunks))
+    begins = accumulate(rows, initial=0)
+
+    def shifted(begin: int) -> Callable[..., Tensor]:
+        return lambda b, h, q, kv: mask.mask_mod(b + begin, h, q, kv)
+
+    return [
+        mask.from_kv_blocks(
+            **{name: cut[name][index] for name in tables},
+            BLOCK_SIZE=mask.BLOCK_SIZE,
+            mask_mod=shifted(begin),
+            seq_lengths=mask.seq_lengths,
+        )
+        for index, begin in zip(range(chunks), begins, strict=False)
+    ]
+
+
+def refuse_masks(values: Any) -> None:
+    """Refuse a BlockMask that would go whole to every microbatch.
+
+    Raises:
+        NotImplementedError: It has rows.
+    """
+    if any(_has_rows(leaf) for leaf in tree_flatten(values)[0]):
+        raise NotImplementedError(
+            "a BlockMask with a row for each sample is cut only as a keyword argument of modules "
+            "that you cut yourself: make it in the model, or make one for all rows (B=None)"
+        )
 
 
 def _of_leaves(spec: ChunkSpec, count: int) -> list[Any]:
