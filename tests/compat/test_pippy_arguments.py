@@ -75,7 +75,7 @@ def test_a_block_mask_is_cut_with_the_batch() -> None:
     schedule = ScheduleGPipe([PipelineStage(Attention(), 0, 1, "cpu")], 4)
     with torch.no_grad():
         assert torch.equal(schedule.step(x, mask=mask), Attention()(x, mask))
-    with pytest.raises(NotImplementedError, match="make one for all rows"):
+    with pytest.raises(ValueError, match="is a BlockMask with a tensor in"):
         schedule.step(x, mask)
 
 

@@ -16,7 +16,6 @@ from stageline.compat.pippy.microbatch import (
     active_specs,
     batch_dims,
     merge_chunks,
-    refuse_masks,
     replicated,
     split_args_kwargs_into_chunks,
 )
@@ -302,7 +301,6 @@ class AnySchedule:
             self._loss_fn.keywords.clear()
             self._loss_fn.keywords.update(loss_kwargs or {})
         with self._keywords_given(args, kwargs) as of_model:
-            refuse_masks((args, of_model))
             if self._loss_fn is None:
                 with torch.no_grad():
                     output = self.pipeline(*args, **of_model)

@@ -185,19 +185,6 @@ def _split_mask(mask: Any, chunks: int) -> list[Any]:
     ]
 
 
-def refuse_masks(values: Any) -> None:
-    """Refuse a BlockMask that would go whole to every microbatch.
-
-    Raises:
-        NotImplementedError: It has rows.
-    """
-    if any(_has_rows(leaf) for leaf in tree_flatten(values)[0]):
-        raise NotImplementedError(
-            "a BlockMask with a row for each sample is cut only as a keyword argument of modules "
-            "that you cut yourself: make it in the model, or make one for all rows (B=None)"
-        )
-
-
 def _of_leaves(spec: ChunkSpec, count: int) -> list[Any]:
     """Return the spec of each leaf of a value."""
     if spec is None:
