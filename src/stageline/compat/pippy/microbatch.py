@@ -112,7 +112,9 @@ def split_args_kwargs_into_chunks(
     args_chunk_spec: Sequence[ChunkSpec] | None = None,
     kwargs_chunk_spec: Mapping[str, ChunkSpec] | None = None,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """Return the arguments of each microbatch: tensors are cut, all else goes to every one.
+    """Return the arguments of each microbatch: tensors are cut, but for those without dimensions.
+
+    These and all else go to every microbatch.
 
     Example:
         >>> args, kwargs = split_args_kwargs_into_chunks((torch.zeros(5, 2), 7), {}, 2)
@@ -145,7 +147,7 @@ def _split(value: Any, spec: ChunkSpec, chunks: int) -> list[Any]:
 
 
 def _split_leaf(leaf: Any, spec: Any, chunks: int) -> list[Any]:
-    if isinstance(spec, TensorChunkSpec) and isinstance(leaf, Tensor):
+    if isinstance(spec, TensorChunkSpec) and isinstance(leaf, Tensor) and leaf.dim():
         return list(leaf.tensor_split(chunks, spec.split_dim))
     if isinstance(spec, TensorChunkSpec) and _has_rows(leaf):
         return _split_mask(leaf, chunks)
