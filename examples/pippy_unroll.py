@@ -63,7 +63,8 @@ is_first, is_last = 0 in here, num_stages - 1 in here
 torch.manual_seed(0)
 model = IterativeNetwork(args.width, num_iters=num_stages - 1)
 plain = copy.deepcopy(model)
-x, labels = torch.randn(32, args.width), torch.randint(10, (32,))
+rows = 8 * num_stages  # microbatches of one size: the mean of their losses is that of the batch
+x, labels = torch.randn(rows, args.width), torch.randint(10, (rows,))
 
 annotate_split_points(model, {"iter_block": PipeSplitWrapper.SplitPoint.END})
 pipe = Pipe.from_tracing(model, num_stages, example_args=(x,))
@@ -74,7 +75,8 @@ if is_first:
     print(pipe.split_gm.submod_0)
 
 stages = [PipelineStage(pipe, index, torch.device("cpu")) for index in here]
-schedule = ScheduleGPipe(stages, num_stages, loss_fn=nn.functional.cross_entropy)
+loss_fn = nn.functional.cross_entropy
+schedule = ScheduleGPipe(stages, num_stages, loss_fn=loss_fn, scale_grads=True)
 inputs = (x,) if is_first else ()
 target = labels if is_last else None
 
@@ -93,7 +95,7 @@ for step in range(args.steps):
     schedule.step(*inputs, target=target, losses=losses)
     optimizer.step()
     optimizer.zero_grad()
-    wanted = nn.functional.cross_entropy(plain(x), labels)
+    wanted = loss_fn(plain(x), labels)
     wanted.backward()
     plain_optimizer.step()
     plain_optimizer.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import textwrap
 from typing import Any
 
@@ -329,6 +330,35 @@ def test_a_stage_that_does_not_exist() -> None:
     for index in (-1, 4):
         with pytest.raises(ValueError, match=f"Invalid stage index {index}!"):
             unrolled().get_stage_module(index)
+
+
+def test_a_hook_around_a_whole_stage() -> None:
+    """It was taken and never called: a schedule runs the layers, not the module around them."""
+    stage = unrolled().get_stage_module(0)
+    for register in (
+        stage.register_forward_hook,
+        stage.register_forward_pre_hook,
+        stage.register_full_backward_hook,
+        stage.register_full_backward_pre_hook,
+    ):
+        with pytest.raises(NotImplementedError, match="register it on a layer"):
+            register(lambda *_: None)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+def test_what_cannot_be_copied(copied: Any) -> None:
+    """It was an error about a lock of a thread."""
+    pipe = unrolled()
+    for each in (pipe, pipe.get_stage_module(0)):
+        with pytest.raises(TypeError, match=r"copy the model and call pipeline\(\) on the copy"):
+            copied(each)
+
+
+def test_too_many_arguments() -> None:
+    """What came after the last known argument was ignored."""
+    settings = [None] * 6
+    with pytest.raises(TypeError, match=r"\(9,\) is too many arguments"):
+        Pipe.from_tracing(Untied(), 2, (X,), *settings, 9)
 
 
 def test_split_gm_is_not_to_be_called() -> None:

@@ -33,8 +33,10 @@ def test_what_is_cut_and_joined_is_what_it_was(chunks: int) -> None:
 
 
 def test_what_is_no_tensor_goes_to_every_microbatch() -> None:
-    args, kwargs = split_args_kwargs_into_chunks((7, None, "word"), {"flag": True}, 2)
-    assert args == [(7, None, "word")] * 2
+    """A tensor without dimensions too: torch tries to cut it and fails."""
+    scale = torch.tensor(2.0)
+    args, kwargs = split_args_kwargs_into_chunks((7, None, "word", scale), {"flag": True}, 2)
+    assert args == [(7, None, "word", scale)] * 2
     assert kwargs == [{"flag": True}] * 2
     assert merge_chunks([(1, "a"), (1, "a")], None) == (1, "a")
 

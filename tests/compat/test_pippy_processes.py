@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import stageline as sl
@@ -21,6 +24,7 @@ from stageline.compat.pippy import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
     SplitPoint,
+    any_schedule,
     build_stage,
     get_schedule_class,
     pipeline,
@@ -150,11 +154,14 @@ def test_copies_of_a_shared_block_stay_equal(four_ranks: RankPool) -> None:
     assert first == second == third
 
 
-def _called(rank: int) -> tuple[bool, bool]:
+def _called(rank: int, trains: bool) -> tuple[bool, bool]:
     torch.manual_seed(0)
     model = IterativeNetwork()
     pipe = pipeline(model, 4, (batch()[0],), split_spec={"iter_block": SplitPoint.END})
     stage = PipelineStage(pipe, rank, "cpu")
+    if trains:
+        x, y = batch(width=3)
+        run(ScheduleGPipe(stage, 4, loss_fn=mean_loss, scale_grads=True), x, y, [])
     found = []
     for rows in (16, 10):
         x = batch(rows)[0]
@@ -164,8 +171,10 @@ def _called(rank: int) -> tuple[bool, bool]:
     return found[0], found[1]
 
 
-def test_a_stage_is_called_as_in_pippy(four_ranks: RankPool) -> None:
-    assert four_ranks.run(_called) == [(True, True)] * 4
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_stage_is_called_as_in_pippy(four_ranks: RankPool, trains: bool) -> None:
+    """After a schedule with a loss, a call was a training step without a target."""
+    assert four_ranks.run(_called, trains) == [(True, True)] * 4
 
 
 def _masked(rank: int) -> list[str]:
@@ -229,6 +238,8 @@ def _evaluated(rank: int) -> bool:
     trained = run(schedule, x, None, [])
     stage.submod.eval()
     output = run(schedule, x, None, [])
+    if rank == 0:  # a pipe that is called runs all stages here, and needs no other rank
+        assert torch.equal(pipe(x)[0], model(x))
     wanted = torch.cat([model.eval()(part) for part in x.tensor_split(2)])
     return rank == 0 or (torch.equal(output, wanted) and not torch.equal(trained, wanted))
 
@@ -343,6 +354,33 @@ def test_stages_in_ddp(four_ranks: RankPool, name: str, is_traced: bool) -> None
     assert four_ranks.run(_replicated, name, is_traced) == [[]] * 4
 
 
+_alone: list[Any] = []  # a group for each rank, and one of both
+
+
+def _late_weights(rank: int) -> bool:
+    """Two replicas of a pipeline of one rank, whose module leaves its gradient to dw_builder."""
+    if not _alone:
+        _alone.extend(dist.new_group([each]) for each in (0, 1))
+        _alone.append(dist.new_group([0, 1]))
+    layer = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def make_gradient() -> None:
+        layer.weight.grad = torch.full_like(layer.weight, 1.0 + rank)
+
+    wrapped = DistributedDataParallel(layer, process_group=_alone[2])
+    stage = PipelineStage(
+        wrapped, 0, 1, "cpu", group=_alone[rank], dw_builder=lambda: make_gradient
+    )
+    x, y = batch()
+    ScheduleGPipe(stage, 2, loss_fn=mean_loss).step(x, target=y)
+    return torch.equal(layer.weight.grad, torch.full_like(layer.weight, 1.5))  # type: ignore[arg-type]
+
+
+def test_gradients_of_a_dw_builder_are_averaged(two_ranks: RankPool) -> None:
+    """They were made after the average over the replicas, which so got different gradients."""
+    assert two_ranks.run(_late_weights) == [True, True]
+
+
 # ---- groups, and what is wrong ---------------------------------------------------------------
 
 
@@ -403,7 +441,23 @@ def _wrong_v(rank: int) -> str:
     return "built"
 
 
+def _sharded(rank: int) -> str:
+    """Say what a schedule makes of sharded parameters; torch's error was about a python storage."""
+    layer = nn.Linear(2, 2)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    try:
+        ScheduleGPipe(PipelineStage(layer, rank, 2, "cpu"), 2)
+    except ValueError as error:
+        return str(error)
+    return "built"
+
+
 def test_wrong_stages(two_ranks: RankPool) -> None:
+    assert two_ranks.run(_sharded) == [
+        f"ScheduleGPipe: fully_shard has split the parameters of stage {rank}, which is not "
+        "possible here: replicate stages with DistributedDataParallel"
+        for rank in (0, 1)
+    ]
     assert two_ranks.run(_wrong_stage) == [
         f"ScheduleGPipe holds stages [{rank}] on rank {rank}, got [{1 - rank}]" for rank in (0, 1)
     ]
@@ -415,6 +469,31 @@ def test_wrong_stages(two_ranks: RankPool) -> None:
         two_ranks.run(_wrong_v)
         == ["ScheduleZBVZeroBubble requires exactly 2 stages per rank, but got 1."] * 2
     )
+
+
+def _notes(rank: int) -> list[str]:
+    """Make each of two schedules twice; return what was logged."""
+    any_schedule._said.clear()
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[assignment]  # keep them
+    logging.getLogger("stageline").addHandler(handler)
+    pipe = pipeline(Untied(2), 4, (batch()[0],), split_spec={"layers.1": SplitPoint.BEGINNING})
+    for _ in range(2):
+        ScheduleGPipe(PipelineStage(nn.Linear(2, 2), rank, 2, "cpu"), 2, loss_fn=mean_loss)
+        ScheduleGPipe(PipelineStage(pipe, rank, "cpu"), 4, loss_fn=mean_loss, scale_grads=True)
+        ScheduleGPipe(PipelineStage(pipe, rank, "cpu"), 4)
+        ScheduleGPipe(PipelineStage(pipe, rank, "cpu"), 4, loss_fn=mean_loss)
+    logging.getLogger("stageline").removeHandler(handler)
+    return [record.getMessage() for record in records]
+
+
+def test_notes(two_ranks: RankPool) -> None:
+    """PiPPy's own test of gradients takes a sum as its loss: it got a quarter of them, silently."""
+    (shared, scaled), others = two_ranks.run(_notes)
+    assert others == []
+    assert "a parameter that ranks share gets a part of its gradient on each" in shared
+    assert "pass scale_grads=False if loss_fn is a sum" in scaled
 
 
 class Failing(nn.Module):

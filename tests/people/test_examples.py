@@ -34,19 +34,24 @@ def test_demo_prints_plan_picture_accuracy_and_speeds() -> None:
     assert re.search(r"^plain model, 1 thread +[\d,]+ samples/s$", printed, re.MULTILINE)
 
 
-@pytest.mark.parametrize("num_processes", [1, 4])
-def test_the_unrolled_network_runs_and_trains(num_processes: int) -> None:
+@pytest.mark.parametrize(
+    ("num_processes", "throughput"),
+    [(1, "67 on 4: 3.82"), (3, "66 on 3: 2.91"), (4, "67 on 4: 3.82")],
+)
+def test_the_unrolled_network_runs_and_trains(num_processes: int, throughput: str) -> None:
+    """On 3 processes its own check failed: the mean of losses of 11, 11 and 10 samples."""
     script, small = EXAMPLES / "pippy_unroll.py", ("--width=32", "--steps=2")
     if num_processes == 1:
         printed = run_python(script, *small)
     else:
         printed = run_torchrun(num_processes, script, *small)
-    assert printed.count("PipeStageModule(") == 5
+    num_stages = 4 if num_processes == 1 else num_processes
+    assert printed.count("PipeStageModule(") == num_stages + 1
     assert "Pipeline parallel model ran successfully!" in printed
     steps = re.findall(r"^step \d: loss (\d\.\d{4}), plain model (\d\.\d{4})$", printed, re.M)
     assert len(steps) == 2
     assert all(float(mine) == pytest.approx(float(plain), abs=2e-4) for mine, plain in steps)
-    assert "67 on 4: 3.82 times the throughput" in printed
+    assert f"{throughput} times the throughput" in printed
 
 
 @pytest.mark.slow

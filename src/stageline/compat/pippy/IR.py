@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -14,11 +14,10 @@ from torch.distributed import ProcessGroup
 from stageline.capturing.graph import Cuttable
 from stageline.capturing.marks import CutPoint
 from stageline.capturing.recorded import capture
-from stageline.capturing.stage import TABLES
-from stageline.capturing.staged import VariantStage
 from stageline.compat.pippy import printing
 from stageline.compat.pippy.microbatch import active_specs
 from stageline.compat.pippy.ModelSplit import SplitPolicy
+from stageline.compat.pippy.stage_module import PipeStageModule, SplitModule, no_copy
 from stageline.errors import ConfigError
 from stageline.partitioning.named import cuts_beside_calls
 from stageline.partitioning.plan import Plan
@@ -44,7 +43,7 @@ __all__ = [
 _POINTS = "pippy_split_points"  # an attribute of an annotated model
 _OF_BATCH = (
     *("example_args", "example_kwargs", "split_policy"),
-    *("args_chunk_spec", "kwargs_chunk_spec", "output_chunk_spec"),
+    *("args_chunk_spec", "kwargs_chunk_spec", "output_chunk_spec", "constraints"),
 )
 _SIDES = {"BEGINNING": "begin", "END": "end"}
 
@@ -156,6 +155,7 @@ def _pipeline_of_batch(
     args_chunk_spec: Any = None,
     kwargs_chunk_spec: Any = None,
     output_chunk_spec: Any = None,
+    constraints: Any = None,  # on sizes, which are free here
 ) -> Pipe:
     """PiPPy's ``pipeline``."""
     of_args, of_kwargs = active_specs()
@@ -260,33 +260,6 @@ class TrivialLossWrapper(LossWrapper):
         return self.loss_fn(self.module(x), targets)
 
 
-class PipeStageModule(nn.Module):
-    """One stage of a pipe: modules of the model, under their names in it.
-
-    Called, it runs what the model's code does between two split points: given what earlier stages
-    have made and the arguments of the model that it uses, it returns what later stages need.
-    """
-
-    def __init__(self, stage: VariantStage, text: Callable[[], str]) -> None:
-        super().__init__()
-        # The same tables, so that moving one to a device moves both.
-        vars(self).update({table: vars(stage)[table] for table in TABLES})
-        self.training = stage.training
-        self.index = stage.index
-        self._code, self._follow, self._text = stage.module_of, stage.train, text
-
-    def forward(self, *args: Any) -> Any:
-        return self._code()(*args)
-
-    def train(self, mode: bool = True) -> PipeStageModule:
-        self.training = mode
-        self._follow(mode)
-        return self
-
-    def __repr__(self) -> str:
-        return self._text()
-
-
 class Pipe(nn.Module):
     """A model in stages.
 
@@ -311,7 +284,7 @@ class Pipe(nn.Module):
         self.loss_spec: Any = None
         self._sides = sides
         self._texts: list[str] | None = None
-        self.split_gm = _SplitModule(self)
+        self.split_gm = SplitModule(self.print_readable, self.__repr__)
         for index, stage in sorted(plan.parts.held.items()):
             self.split_gm.add_module(f"submod_{index}", PipeStageModule(stage, self._text(index)))
         self.replicated_params = self._replicated()
@@ -325,13 +298,15 @@ class Pipe(nn.Module):
             Pipe.from_tracing(mod, example_args, example_kwargs=None, split_policy=None)
             Pipe.from_tracing(mod, num_chunks, example_args, example_kwargs=None,
                               split_policy=None, args_chunk_spec=None, kwargs_chunk_spec=None,
-                              output_chunk_spec=None)
+                              output_chunk_spec=None, constraints=None)
         """
         if not _is_pippys(args, kwargs):
             return _traced(mod, *args, **kwargs)
         if "num_chunks" in kwargs:
             args = (kwargs.pop("num_chunks"), *args)
         num_chunks, *others = args
+        if len(others) > len(_OF_BATCH):
+            raise TypeError(f"from_tracing: {args[len(_OF_BATCH) + 1 :]} is too many arguments")
         named = dict(zip(_OF_BATCH, others, strict=False))
         return _pipeline_of_batch(mod, num_chunks, **named, **kwargs)
 
@@ -421,6 +396,9 @@ class Pipe(nn.Module):
                 users.setdefault(id(parameter), {})[stage] = name
         return [names for names in users.values() if len(names) > 1]
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise no_copy("a Pipe")
+
     def __repr__(self) -> str:
         return printing.pipe_text(self.plan, [self._text(i)() for i in range(self.num_stages)])
 
@@ -433,22 +411,3 @@ def _traced(
 ) -> Pipe:
     """torch's ``Pipe.from_tracing``."""
     return _pipeline_of_microbatch(mod, example_args, example_kwargs, None, split_policy)
-
-
-class _SplitModule(nn.Module):
-    """Holds the stages of a pipe."""
-
-    def __init__(self, pipe: Pipe) -> None:
-        super().__init__()
-        self._print, self._text = pipe.print_readable, pipe.__repr__
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            "To run pipeline locally, invoke the Pipe object directly, not `split_gm`"
-        )
-
-    def print_readable(self) -> None:
-        self._print()
-
-    def __repr__(self) -> str:
-        return self._text()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -110,7 +112,9 @@ def split_args_kwargs_into_chunks(
     args_chunk_spec: Sequence[ChunkSpec] | None = None,
     kwargs_chunk_spec: Mapping[str, ChunkSpec] | None = None,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """Return the arguments of each microbatch: tensors are cut, all else goes to every one.
+    """Return the arguments of each microbatch: tensors are cut, but for those without dimensions.
+
+    These and all else go to every microbatch.
 
     Example:
         >>> args, kwargs = split_args_kwargs_into_chunks((torch.zeros(5, 2), 7), {}, 2)
@@ -134,14 +138,53 @@ def _split(value: Any, spec: ChunkSpec, chunks: int) -> list[Any]:
     """Return the parts of one argument, which may be a tree of tensors."""
     leaves, structure = tree_flatten(value)
     split = [
-        list(leaf.tensor_split(chunks, one.split_dim))
-        if isinstance(leaf, Tensor) and isinstance(one, TensorChunkSpec)
-        else [leaf] * chunks
+        _split_leaf(leaf, one, chunks)
         for leaf, one in zip(leaves, _of_leaves(spec, len(leaves)), strict=True)
     ]
     return [tree_unflatten(list(parts), structure) for parts in zip(*split, strict=True)] or [
         value
     ] * chunks
+
+
+def _split_leaf(leaf: Any, spec: Any, chunks: int) -> list[Any]:
+    if isinstance(spec, TensorChunkSpec) and isinstance(leaf, Tensor) and leaf.dim():
+        return list(leaf.tensor_split(chunks, spec.split_dim))
+    if isinstance(spec, TensorChunkSpec) and _has_rows(leaf):
+        return _split_mask(leaf, chunks)
+    return [leaf] * chunks
+
+
+def _has_rows(value: Any) -> bool:
+    """Whether a value is a BlockMask of FlexAttention that is not the same for all rows."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")  # which takes long to import
+    return (
+        flex is not None and isinstance(value, flex.BlockMask) and value.kv_num_blocks.shape[0] > 1
+    )
+
+
+def _split_mask(mask: Any, chunks: int) -> list[Any]:
+    """Cut a BlockMask along the batch."""
+    tables = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    cut = {
+        name: [None] * chunks if table is None else table.tensor_split(chunks)
+        for name in tables
+        for table in [getattr(mask, name)]
+    }
+    rows = (len(part) for part in mask.kv_num_blocks.tensor_split(chunks))
+    begins = accumulate(rows, initial=0)
+
+    def shifted(begin: int) -> Callable[..., Tensor]:
+        return lambda b, h, q, kv: mask.mask_mod(b + begin, h, q, kv)
+
+    return [
+        mask.from_kv_blocks(
+            **{name: cut[name][index] for name in tables},
+            BLOCK_SIZE=mask.BLOCK_SIZE,
+            mask_mod=shifted(begin),
+            seq_lengths=mask.seq_lengths,
+        )
+        for index, begin in zip(range(chunks), begins, strict=False)
+    ]
 
 
 def _of_leaves(spec: ChunkSpec, count: int) -> list[Any]:
@@ -207,18 +250,15 @@ def batch_dims(args_spec: Any, kwargs_spec: Any) -> dict[str, int]:
 
 
 def replicated(values: Any, specs: Any) -> Any:
-    """Mark the arguments that go whole to every microbatch, as their specs say."""
-    if specs is None:
-        return values
-    if isinstance(values, dict):
-        return {k: replicate(v) if _is_whole(specs.get(k)) else v for k, v in values.items()}
-    each = zip(values, specs, strict=False)
-    marked = [replicate(value) if _is_whole(spec) else value for value, spec in each]
-    return (*marked, *values[len(marked) :])
-
-
-def _is_whole(spec: Any) -> bool:
-    return spec is _Replicate or isinstance(spec, _Replicate)
+    """Mark the values that go whole to every microbatch, as their specs say."""
+    if specs is _Replicate or isinstance(specs, _Replicate):
+        return replicate(values)
+    if isinstance(specs, Mapping) and isinstance(values, dict):
+        return {name: replicated(value, specs.get(name)) for name, value in values.items()}
+    if isinstance(specs, (tuple, list)) and type(values) in (tuple, list):
+        marked = [replicated(*each) for each in zip(values, specs, strict=False)]
+        return type(values)((*marked, *values[len(marked) :]))
+    return values
 
 
 def _named(specs: Any, root: str) -> Iterator[tuple[str, Any]]:

@@ -69,6 +69,7 @@ class PipelineStage:
         if self.pipe is not None and not any(p.is_meta for p in self.submod.parameters()):
             self.submod.to(self.device)
         self.schedule: Any = None
+        self._forward: Any = None  # the schedule of calls, which has no loss
 
     def _read_of_pipe(self, device: torch.device | str, group: ProcessGroup | None = None) -> None:
         self.device, self.group = torch.device(device), group
@@ -155,9 +156,11 @@ class PipelineStage:
                 f"stage {self.stage_index} was called with arguments: give the rank of stage 0 all "
                 "arguments of the model, what later stages use is sent to them"
             )
-        if self.schedule is None:
-            ScheduleGPipe(self, self.chunks)  # which enters itself here
-        return self.schedule.step(*args, **kwargs)
+        if self._forward is None:
+            schedule = self.schedule
+            self._forward = ScheduleGPipe(self, self.chunks)  # which enters itself here
+            self.schedule = schedule
+        return self._forward.step(*args, **kwargs)
 
 
 def _trains(spec: Any) -> bool:
