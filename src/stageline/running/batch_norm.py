@@ -304,9 +304,6 @@ def deferred(
     try:
         with statistics.compiler_off():
             yield
-    except BaseException:
-        statistics.put_back()
-        raise
     finally:
         for state in states:  # graphs may live longer than the call
             state.statistics = None
