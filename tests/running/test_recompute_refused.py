@@ -249,7 +249,7 @@ class Averages(nn.Module):
     ("what", "told"),
     [
         ("buffer", "changes one of its buffers in place.*put another tensor in its place"),
-        ("argument", "changes an argument of the model in place.*work on a copy"),
+        ("argument", "changes one of the model's arguments, in place.*work on a copy"),
         ("input", "changes its input in place.*work on a copy"),
     ],
 )

@@ -100,7 +100,7 @@ class FirstRuns:
             )
         if is_changed(arguments):
             raise EdgeError(
-                "the stage changes an argument of the model in place; R, which runs it again, "
+                "the stage changes one of the model's arguments, in place; R, which runs it again, "
                 f"would change it twice: work on a copy, {_OR_KEEP}"
             )
         changed = is_changed(coming)
