@@ -210,6 +210,18 @@ def test_a_choice_is_not_kept_for_the_next_call() -> None:
     pipe.close()
 
 
+def test_an_evaluation_follows_what_is_done_without_gradients() -> None:
+    """Stages run without them then, whatever the caller has set."""
+    model = Three(scaled(lambda x: torch.is_grad_enabled()))
+    pipe = sl.Pipeline(model, example_args=(PLUS[:2],), split={"a": "end"}, num_microbatches=4)
+    pipe.eval()
+    found = pipe(PLUS)
+    with torch.no_grad():
+        assert torch.equal(found, torch.cat([model(part) for part in PLUS.split(2)]))
+    assert not torch.equal(found, torch.cat([model(part) for part in PLUS.split(2)]))
+    pipe.close()
+
+
 @pytest.mark.parametrize("wants", [True, False])
 def test_what_asks_for_a_gradient_is_recorded_so(
     wants: bool, monkeypatch: pytest.MonkeyPatch

@@ -196,6 +196,36 @@ def test_a_target_that_cannot_travel_is_named_and_works_where_every_rank_has_it(
     assert second_is_right
 
 
+def _target_with_a_gradient(rank: int) -> list[str]:
+    torch.manual_seed(0)
+    model, plain = Asking(), Asking()
+    plain.load_state_dict(model.state_dict())
+    pipe = built(model, loss_fn=F.mse_loss)
+    x, _, _ = batch()
+    given = (x,) if rank == 0 else ()
+    target = torch.ones(7, 3, requires_grad=True) if rank == 0 else None
+    with pytest.raises(sl.StagelineError) as caught:
+        pipe.step(*given, target=target)
+    loss = pipe.step(*given, target=None if target is None else target.detach()).loss
+    wanted = plain_step(
+        plain, x, target=torch.ones(7, 3), num_microbatches=3, loss_fn=F.mse_loss, num_threads=1
+    )
+    wrong = differing(pipe, plain) + ([] if torch.equal(loss, wanted.loss) else ["loss"])
+    pipe.close()
+    return [str(caught.value), *wrong]
+
+
+def test_a_target_that_requires_a_gradient_must_be_given_where_it_is_used(
+    two_ranks: RankPool,
+) -> None:
+    """Its copy would have got the gradient, and nothing would have been said."""
+    first, second = two_ranks.run(_target_with_a_gradient)
+    told = "the target requires a gradient, which cannot come back to rank 0: pass it on rank 1"
+    assert first[0].startswith(told)
+    assert told in second[0]
+    assert first[1:] == second[1:] == []
+
+
 def _another_batch_later(rank: int) -> str:
     """Values are compared in the first calls, and then in one of fifty."""
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import stageline as sl
+from stageline.capturing.training_flags import TrainingFlags
 from stageline.testing import RankPool, plain_step
 from tests.running.shipping_cases import differing, handed
 
@@ -165,6 +166,19 @@ def test_what_is_set_on_the_model_itself_stands() -> None:
     plain.b.eval()
     assert wrong_after_a_step(pipe, plain, 1) == []
     pipe.close()
+
+
+def test_what_is_set_on_the_model_ends_what_one_stage_wanted() -> None:
+    """Also where another stage is put into a mode before the next call."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    flags = TrainingFlags({"": model}, num_stages=2)
+    for stage in (0, 1):
+        flags.note_reads(stage, {"": model})
+    flags.train(0, False)
+    model.train()
+    flags.train(1, True)
+    flags.check()
+    assert model.training
 
 
 class AsksLater(Net):

@@ -346,6 +346,8 @@ def _different_pipelines(rank: int, what: str) -> str:
             "schedule": {"schedule": "gpipe"},
             "microbatches": {"num_microbatches": 2},
             "outputs": {"keep_outputs": True},
+            "sizes": {"microbatch_sizes": lambda rows, count: [rows]},
+            "recompute": {"recompute": lambda stage, microbatch: microbatch == 0},
         }
         settings |= changes.get(what, {})
         if what == "model":
@@ -369,6 +371,8 @@ def _different_pipelines(rank: int, what: str) -> str:
         ("schedule", "the schedule: the row of rank 0 is 0F0 0F1 0B0 0F2"),
         ("microbatches", "the number of microbatches: it is 4 on rank 0 and 2 on rank 1"),
         ("outputs", "the settings: keep_outputs is False on rank 0 and True on rank 1"),
+        ("sizes", "the settings: microbatch_sizes is None on rank 0 and a function on rank 1"),
+        ("recompute", "the schedule: the row of rank 0 is 0F0 0F1 0B0 0F2"),
         ("model", "the parameters: 2.weight is float32 (6, 6) on rank 0 and float32 (3, 6) on"),
         ("code", "the stages: stage 0 is 0 Linear, 1 ReLU on rank 0 and 0 Linear, 1 Tanh on rank"),
     ],

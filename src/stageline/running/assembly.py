@@ -313,6 +313,7 @@ def facts(
             "share_outputs": settings.share_outputs,
             "deferred_batch_norm": settings.deferred_batch_norm,
             "batch_dims": str(settings.batch_dims),
+            "microbatch_sizes": "a function" if settings.microbatch_sizes else None,
             "loss_reduction": str(settings.loss_reduction)
             if isinstance(settings.loss_reduction, str)
             else "a function",

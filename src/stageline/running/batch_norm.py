@@ -294,19 +294,16 @@ def deferred(
         states: What its ranks hold during the call.
         is_wanted: Whether the user asked for it; else statistics are updated by each microbatch.
     """
-    statistics = DeferredStatistics(programs) if is_wanted else None
-    if statistics is None:
+    if not is_wanted:
         yield
         return
+    statistics = DeferredStatistics(programs)
     states = list(states)
     for state in states:
         state.statistics = statistics
     try:
         with statistics.compiler_off():
             yield
-    except BaseException:
-        statistics.put_back()
-        raise
     finally:
         for state in states:  # graphs may live longer than the call
             state.statistics = None
@@ -321,9 +318,11 @@ def kept(programs: Iterable[StageProgram], *, is_wanted: bool) -> Iterator[None]
         programs: The stages of this process.
         is_wanted: Whether the user asked for statistics that count a batch once.
     """
-    statistics = DeferredStatistics(programs) if is_wanted else None
+    if not is_wanted:
+        yield
+        return
+    statistics = DeferredStatistics(programs)
     try:
         yield
     finally:
-        if statistics is not None:
-            statistics.put_back()
+        statistics.put_back()

@@ -23,6 +23,7 @@ from stageline.running.program import StageProgram
 
 _Versions = list[tuple[Tensor, int]]
 
+_OR_KEEP = "or leave the stage out of recompute=, with a schedule without R"
 _SAMPLES = 61
 """How many values of a tensor are compared at least."""
 
@@ -86,24 +87,27 @@ class FirstRuns:
         Args:
             others: Arguments of the model that it may use besides.
         """
-        fixed = versions(others) + versions(_plain_buffers(program))
+        arguments, buffers = versions(others), versions(_plain_buffers(program))
         coming = [] if packet is None else versions(packet.leaves)
         changes = self._changes.get(program.index)
         copy = None if packet is None or changes is False else _copied(packet)
         run = FirstRun(packet, [])
         yield run
-        if is_changed(fixed):
+        if is_changed(buffers):
             raise EdgeError(
-                "the stage changes one of its buffers, or of the model's arguments, in place; R, "
-                "which runs it again, would change it twice: put another tensor in its place "
-                "(self.mean = ...), or leave the stage out of recompute=, with a schedule without R"
+                "the stage changes one of its buffers in place; R, which runs it again, would "
+                f"change it twice: put another tensor in its place (self.mean = ...), {_OR_KEEP}"
+            )
+        if is_changed(arguments):
+            raise EdgeError(
+                "the stage changes one of the model's arguments, in place; R, which runs it again, "
+                f"would change it twice: work on a copy, {_OR_KEEP}"
             )
         changed = is_changed(coming)
         if changed and copy is None:
             raise EdgeError(
                 "the stage changes its input in place, but did not do so for the first microbatch "
-                "of this step; R, which runs it again, has lost it: work on a copy, or "
-                "leave the stage out of recompute=, with a schedule without R"
+                f"of this step; R, which runs it again, has lost it: work on a copy, {_OR_KEEP}"
             )
         if changed:
             run.packet = copy

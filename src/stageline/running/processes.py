@@ -188,7 +188,7 @@ class ProcessRunner(Runner):
         hint = getattr(error, "hint", "")
         if isinstance(made, StepError):
             made.hint = hint
-        elif hint:
+        elif hint and not failure.is_final:
             made.args = (f"{made} {hint}",)
         return made
 

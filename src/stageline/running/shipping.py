@@ -163,7 +163,7 @@ class Shipping:
     def _giver(self, having: Sequence[int]) -> int | None:
         """Return the rank that gives the last one the target."""
         if having:
-            return self._first if self._first in having else having[0]
+            return having[0]
         if self._rank != self._last:
             return None  # the last rank fails, and so do all
         raise BatchError(
