@@ -43,16 +43,15 @@ def build(
     kind = schedules.get_schedule_class(schedule)
     built = [pipelining.PipelineStage(parts[i], i, stages, torch.device("cpu")) for i in mine]
     # A parameter of several stages would be divided once for each of them: divide the loss instead.
-    share = 1 / case.num_microbatches if shared else 1.0
+    share = 1 / case.num_microbatches
 
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        loss = case.loss(output, target)
-        return loss * share if shared else loss
+    def share_of_loss(output: Tensor, target: Tensor) -> Tensor:
+        return case.loss(output, target) * share
 
     runs = kind(
         built[0] if issubclass(kind, schedules.PipelineScheduleSingle) else built,
         case.num_microbatches,
-        loss_fn=loss_fn,
+        loss_fn=share_of_loss if shared else case.loss,
         scale_grads=not shared,
     )
     holds_last = stages - 1 in mine
