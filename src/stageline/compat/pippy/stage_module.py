@@ -38,7 +38,7 @@ class PipeStageModule(nn.Module):
         return self._text()
 
     def _refuse_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
+        raise RuntimeError(
             "a schedule runs the layers of a stage and never calls the module around them, so that "
             "a hook here would not be called: register it on a layer, stage.submod.get_submodule("
             "name), or use sl.Pipeline(plan=pipe.plan, wrap_stage=...)"
@@ -46,6 +46,7 @@ class PipeStageModule(nn.Module):
 
     register_forward_hook = register_forward_pre_hook = _refuse_hook
     register_full_backward_hook = register_full_backward_pre_hook = _refuse_hook
+    register_backward_hook = _refuse_hook
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise no_copy("a stage")
