@@ -1,10 +1,9 @@
-"""``pippy.IR``: split points, and the Pipe that a model becomes."""
+"""``pippy.IR``: the Pipe that a model becomes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -12,11 +11,17 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from stageline.capturing.graph import Cuttable
-from stageline.capturing.marks import CutPoint
 from stageline.capturing.recorded import capture
 from stageline.compat.pippy import printing
 from stageline.compat.pippy.microbatch import active_specs
 from stageline.compat.pippy.ModelSplit import SplitPolicy
+from stageline.compat.pippy.split_points import (
+    PipeSplitWrapper,
+    SplitPoint,
+    annotate_split_points,
+    pipe_split,
+    sides_of,
+)
 from stageline.compat.pippy.stage_module import PipeStageModule, SplitModule, no_copy
 from stageline.errors import ConfigError
 from stageline.partitioning.named import cuts_beside_calls
@@ -40,81 +45,10 @@ __all__ = [
     "pipeline",
 ]
 
-_POINTS = "pippy_split_points"  # an attribute of an annotated model
 _OF_BATCH = (
     *("example_args", "example_kwargs", "split_policy"),
     *("args_chunk_spec", "kwargs_chunk_spec", "output_chunk_spec", "constraints"),
 )
-_SIDES = {"BEGINNING": "begin", "END": "end"}
-
-
-class SplitPoint(Enum):
-    """On which side of each call of a module a stage ends."""
-
-    BEGINNING = 1
-    END = 2
-
-
-class PipeSplitWrapper:
-    """Where PiPPy 0.1 and 0.2 had SplitPoint."""
-
-    SplitPoint = SplitPoint
-
-
-def pipe_split() -> None:
-    """End a stage here; written in ``forward``. Outside of a pipe it does nothing."""
-    CutPoint()(None)
-
-
-def annotate_split_points(mod: nn.Module, spec: Mapping[str, Any]) -> None:
-    """Say where stages end: before or after each call of a module.
-
-    The model computes as before. ``pipeline`` and ``Pipe.from_tracing`` read the annotation.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-        >>> annotate_split_points(model, {"1": SplitPoint.END})
-        >>> Pipe.from_tracing(model, 2, example_args=(torch.zeros(4, 4),)).num_stages
-        2
-
-    Args:
-        mod: The model.
-        spec: ``{"layers.4": SplitPoint.BEGINNING}``.
-
-    Raises:
-        AttributeError: The model has no such module.
-        ValueError: A value is no SplitPoint.
-    """
-    points = {**getattr(mod, _POINTS, {}), **_checked(mod, spec)}
-    setattr(mod, _POINTS, points)
-
-
-def _checked(model: nn.Module, spec: Mapping[str, Any]) -> dict[str, str]:
-    """Return the side of each module on which stages end."""
-    sides = {}
-    for name, point in spec.items():
-        parts = name.split(".")
-        for count in range(1, len(parts) + 1):
-            path = ".".join(parts[:count])
-            if not _has_module(model, path):
-                raise AttributeError(
-                    f"Specified target {name} referenced nonexistent module {path}"
-                )
-        if getattr(point, "name", None) not in _SIDES:
-            raise ValueError(
-                f"Unknown split point type. {name!r}: wanted SplitPoint.BEGINNING or "
-                f"SplitPoint.END, got {point!r}"
-            )
-        sides[name] = _SIDES[point.name]
-    return sides
-
-
-def _has_module(model: nn.Module, path: str) -> bool:
-    try:
-        model.get_submodule(path)
-    except AttributeError:
-        return False
-    return True
 
 
 def pipeline(module: nn.Module, *args: Any, **kwargs: Any) -> Pipe:
@@ -185,7 +119,7 @@ def _pipeline_of_microbatch(
             "modules stay whole: use split_into_equal_size(n), split_on_size_threshold(n), "
             "split_spec, or pipe_split() in the model's code"
         )
-    sides = {**getattr(module, _POINTS, {}), **_checked(module, split_spec or {})}
+    sides = sides_of(module, split_spec or {})
     graph = capture(module, mb_args, mb_kwargs)
     plan = _cut(graph, sides) if split_policy is None else split_policy(graph)
     return Pipe(plan, sides if split_policy is None else None)
