@@ -29,12 +29,10 @@ def forward_dropped(state: StepState, stage: int, microbatch: int, edge: Edge | 
     program = state.programs[stage]
     arrived = arrived_at(state, program, microbatch)
     arguments = arguments_of(state, program, microbatch)
-    # To read the states of all generators takes as long as a small stage; what draws later than in
-    # the first microbatch is found by the values that R makes.
     is_first = state.first_runs.is_first(stage)
     with (
         state.first_runs.kept(program, microbatch, arrived, arguments) as first,
-        checkpointing(program.generators if is_first else ()),
+        checkpointing(program.generators),  # some 50 us; R's values need not show every draw
     ):
         made = run_stage(state, program, microbatch, arrived)
         if is_first or program.is_on_cpu:  # an accelerator would be waited for
